@@ -1,4 +1,4 @@
-"""The configuration of `experiments.plan`: groups of the main job, and what is looked for."""
+"""The configuration of `experiments.plan`: groups of the main job, and the kind of plan to look for."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from experiments.lib.decoder import DecoderConfig
 if TYPE_CHECKING:
     from experiments.explain.subject import Subject
 
-BATCH_TOKENS = 4_000_000  # about as many tokens has a step by default
+BATCH_TOKENS = 4_000_000  # by default a step has about as many tokens
 DEVICE_SHARE = 0.9  # the share of a device's memory that a step may take by default
 # The keys of the main job that a plan depends on. A recipe may have others, which the plan chooses, or which
 # have no effect on it.
@@ -46,14 +46,14 @@ class PlanConfig:
     """The whole configuration of `experiments.plan`. It takes recipes of the main job, whose model,
     precision, optimizer and rows count here.
 
-    `devices`: the number of devices. `days`: in place of `devices`, the number of days in which `tokens` are
-    to be read; the search finds the fewest devices that do, by powers of two up to `most_devices`. `rows`:
-    the rows of a step's batch on all ranks; null is the power of two that makes about four million tokens.
-    `tokens`: the tokens that the whole training reads, or the rows, of data of one's own; null is 20 tokens a
-    parameter, and no number of rows. `optimizer_dtypes`: dtypes of the optimizer's state that are tried
-    besides the precision's; they take fewer bytes, and give other numbers. `device_gb`: the bytes of a device
-    that a step may take, in 1e9; null is nine tenths of what the hardware has (the rest belongs to the
-    allocator and NCCL).
+    `devices` is the number of devices. `days` may take its place: it is the number of days in which `tokens`
+    are to be read, and the search finds the fewest devices that do so, by powers of two up to `most_devices`.
+    `rows` are the rows of a step's batch on all ranks; null is the power of two that makes about four million
+    tokens. `tokens` are those that the whole training reads, or its rows if the data are your own; null is 20
+    tokens a parameter, and no number of rows. `optimizer_dtypes` are dtypes of the optimizer's state that are
+    tried besides the precision's; they take fewer bytes, and give other numbers. `device_gb` are the bytes of
+    a device that a step may take, in 1e9; null is nine tenths of what the hardware has (the allocator and
+    NCCL need the others).
     """
 
     model: DecoderConfig | Target
@@ -91,8 +91,11 @@ class PlanConfig:
 
     @cached_property
     def is_layered(self) -> bool:
-        """Return whether few layers say what all need. That holds for the main job's decoder, and for a
-        language model of one's own that has a key `layers` and leaves `layers.0`, `layers.1` and so on."""
+        """Return whether all layers can be priced by a few.
+
+        That holds for the main job's decoder, and for the user's own language model if it has a key `layers`
+        and leaves `layers.0`, `layers.1` and so on.
+        """
         if self.is_decoder:
             return True
         count = self.model.get("layers") if isinstance(self.model, dict) and self.objective is None else None
@@ -100,12 +103,14 @@ class PlanConfig:
 
     @property
     def layers(self) -> int:
-        """Return the number of layers, which is 1 for a model that is looked at as a whole."""
-        return (self.model.layers if self.is_decoder else self.model["layers"]) if self.is_layered else 1
+        """Return the number of layers, which is 1 for a model that is priced as a whole."""
+        if not self.is_layered:
+            return 1
+        return self.model.layers if self.is_decoder else self.model["layers"]
 
     @cached_property
     def odd_layers(self) -> int:
-        """Return the number of first layers behind which all layers are alike."""
+        """Return the number of first layers after which all layers are alike."""
         if self.is_decoder or not self.is_layered:
             return 0
         *first, last = self._shapes_by_layer.values()
@@ -113,8 +118,8 @@ class PlanConfig:
 
     @cached_property
     def experts(self) -> int:
-        """Return the number of experts of a layer, which the axis "expert" has to divide; 1 without
-        experts."""
+        """Return the number of experts of a layer, which the axis "expert" has to divide; 1 if there are
+        none."""
         if self.is_decoder:
             return 1
         named = tree_of(self._whole.params)
@@ -123,11 +128,12 @@ class PlanConfig:
     @cached_property
     def _shapes_by_layer(self) -> dict[int, dict[str, Any]]:
         """Return the shapes of the leaves of each layer."""
-        found: dict[int, dict[str, Any]] = {}
+        shapes: dict[int, dict[str, Any]] = {}
         for path, leaf in tree_of(self._whole.params).items():
-            if (number := layer_of(path)) is not None:
-                found.setdefault(number, {})[path.removeprefix(f"layers.{number}")] = leaf.shape
-        return found
+            number = layer_of(path)
+            if number is not None:
+                shapes.setdefault(number, {})[path.removeprefix(f"layers.{number}")] = leaf.shape
+        return shapes
 
     @cached_property
     def _whole(self) -> Subject:
@@ -138,24 +144,24 @@ class PlanConfig:
 
     @property
     def row_tokens(self) -> int:
-        """Return the number of tokens of a row, which is 1 for data of one's own, where rows are counted."""
+        """Return the number of tokens of a row. It is 1 for the user's own data, whose rows are counted."""
         if self.objective is not None:
             return 1
         return self.model["context"] if isinstance(self.model, dict) else self.model.context
 
     @property
     def unit(self) -> str:
-        """Return the name of what is counted: tokens, or rows of data of one's own."""
+        """Return the name of what is counted: tokens, or rows of the user's own data."""
         return "token" if self.objective is None else "row"
 
     @property
     def parameters(self) -> int:
-        """Return how many parameters the model has."""
+        """Return the number of the model's parameters."""
         return self.model.parameters if self.is_decoder else self._whole.parameters
 
     def subject(self, layers: int) -> Subject:
-        """Return the model and its data, with some layers. They are made once, since a model and data of
-        one's own may take a while."""
+        """Return the model and its data, with a number of layers. They are made once, since the user's own
+        may take a while."""
         from experiments.explain.subject import make_subject  # and with it torch
 
         if not self.is_layered:
@@ -170,8 +176,8 @@ class PlanConfig:
 
     @property
     def budget(self) -> int | None:
-        """Return the number of tokens, or rows, that the whole training reads; None where nobody has said how
-        many rows of one's own data."""
+        """Return the number of tokens, or rows, that the whole training reads; None if the number of rows of
+        the user's own data is not known."""
         if self.tokens is None and self.unit == "row":
             return None
         return int(self.tokens or PER_PARAMETER * self.parameters)
@@ -179,12 +185,12 @@ class PlanConfig:
     @property
     def batch_rows(self) -> int:
         """Return the rows of a step on all ranks, from the plan's configuration or from a recipe."""
-        said = self.rows or rows_of(self.data)["rows"]
-        return said or 2 ** max(0, round(math.log2(BATCH_TOKENS / self.row_tokens)))
+        rows = self.rows or rows_of(self.data)["rows"]
+        return rows or 2 ** max(0, round(math.log2(BATCH_TOKENS / self.row_tokens)))
 
     def can_split(self, mesh: MeshConfig) -> bool:
-        """Return whether a mesh can split the model. Matrices of a model of one's own are not split, since
-        nobody knows what divides them."""
+        """Return whether a mesh can split the model. Matrices of the user's own model are not split, since it
+        is not known what divides them."""
         if self.is_decoder:
             return not uneven_splits(self.model, mesh)
         is_whole = mesh.tensor * mesh.context == 1 and (mesh.pipeline == 1 or self.is_layered)
@@ -192,13 +198,13 @@ class PlanConfig:
 
 
 def layer_of(name: str) -> int | None:
-    """Return the number of the layer that a unit or a leaf belongs to; None if it belongs to none.
+    """Return the number of the layer of a unit or a leaf; None if it belongs to no layer.
 
     >>> layer_of("layers.12.mlp.up"), layer_of("head.weight")
     (12, None)
     """
-    found = re.match(r"layers\.(\d+)(\.|$)", name)
-    return None if found is None else int(found[1])
+    match = re.match(r"layers\.(\d+)(\.|$)", name)
+    return None if match is None else int(match[1])
 
 
 def tree_of(params: Any) -> dict[str, Any]:

@@ -40,15 +40,15 @@ from fnshard.step.step import Step
 DEPTHS = (4, 5)  # the numbers of layers that are lowered; more where kernels go further ahead
 STAGES = (3, 4)  # the numbers of stages that are lowered in place of more
 GROUPS = (2, 3)  # the numbers of groups of micro-batches that are lowered; a group has one for each stage
-VALUES = ("seconds", "host_bytes", "flops", "peak_flops")  # what is carried on besides the parts of the time
+VALUES = ("seconds", "host_bytes", "flops", "peak_flops")  # extrapolated, besides the parts of the time
 MOST_CHUNKS = 8  # the most chunks of a stage
 ENDS = 2  # the units besides layers that may be a chunk each: the embedding and the head
-CACHES = 6  # so many `TraceCache`s are kept
+CACHES = 6  # the most `TraceCache`s that are kept
 AXES = ("replicate", "shard", "tensor", "context", "pipeline", "expert")
 SHARES = 200  # the levels of the dial: parts of what a backward reads
 PIPELINE_SHARES = 20  # the levels of the dial of a pipeline, whose price takes seconds
 LIMIT_LINES = 400_000  # the lines of programs and schedules of a search, about ten minutes' work
-TIERS = {  # where the optimizer's state rests, and where it is updated
+TIERS = {  # where the optimizer's state is stored, and where it is updated
     "device": {},
     "streamed": {"optimizer_memory": "host", "update_on": "device"},
     "host": {"optimizer_memory": "host"},
@@ -68,7 +68,8 @@ class DecoderPlan:
         keep: whether leaves stay gathered until their backward.
         optimizer: one of `TIERS`.
         optimizer_dtype: the dtype of the optimizer's state; None is the precision's.
-        prefetch, overlap: how many kernels earlier gathers are issued, and later reductions waited for.
+        prefetch, overlap: how many kernels ahead gathers are issued, and how many kernels later reductions
+            are waited for.
         chunks: the number of chunks of each stage of a pipeline.
     """
 
@@ -91,7 +92,7 @@ class DecoderPlan:
 
     @property
     def data_ranks(self) -> int:
-        """Return how many ranks have rows of their own."""
+        """Return the number of ranks that have rows of their own."""
         return self.replicate * self.shard * self.expert
 
     @property
@@ -101,44 +102,48 @@ class DecoderPlan:
 
     @property
     def effort(self) -> tuple[float, ...]:
-        """Return how much is done to save memory. Of plans that are as fast the one with the least is
-        chosen."""
-        return ((self.optimizer != "device") + 1 - {"none": 1.0, "unit": 0.0}.get(self.remat, self.remat),)
+        """Return how much is done to save memory. Of equally fast plans the one with the least is chosen."""
+        kept_share = {"none": 1.0, "unit": 0.0}.get(self.remat, self.remat)
+        return ((self.optimizer != "device") + 1 - kept_share,)
 
     @property
     def reach(self) -> int:
-        """Return how many layers hold something that is gathered or reduced during a kernel, its own among
-        them."""
+        """Return how many layers have something gathered or reduced during a kernel, its own among them."""
         return max(self.prefetch, self.overlap) + 1
 
     @property
     def preset(self) -> str:
         """Return the name of the preset in `fnshard.presets`, which is also the strategy's."""
-        return "hybrid_shard" if self.replicate > 1 else "shard_grad_op" if self.keep else "full_shard"
+        if self.replicate > 1:
+            return "hybrid_shard"
+        return "shard_grad_op" if self.keep else "full_shard"
 
     @property
     def tiers(self) -> dict[str, str]:
-        """Return where state rests, as fields of `LayoutSpec` and of a strategy."""
+        """Return where state is stored, as fields of `LayoutSpec` and of a strategy."""
         return TIERS[self.optimizer]
 
     def overrides(self, rows: int) -> str:
         """Return the plan as arguments of `experiments.train` and `experiments.explain`."""
+        # Each key with its value, and whether it is named, as it differs from the default.
         accumulate = rows // self.data_ranks // self.micro_rows
-        words = {
-            "strategy": self.preset, "mesh.shard": self.shard, "data.rows": rows,
-            **{f"mesh.{n}": v for n in AXES if n != "shard" and (v := getattr(self, n)) > 1},
-            **({"strategy.chunks": self.chunks} if self.chunks > 1 else {}),
-            **({"strategy.remat": self.remat} if self.remat != "none" else {}),
-            **{f"strategy.{name}": value for name, value in self.tiers.items()},
-            **({f"strategy.prefetch_{way}": self.prefetch for way in ("forward", "backward")}
-               if self.prefetch != 1 else {}),
-            **({"strategy.overlap": self.overlap} if self.overlap != 1 else {}),
-            **({"run.accumulate": accumulate} if accumulate > 1 else {}),
-            **({"run.micro_order": self.order} if self.order != "depth" else {}),
-            **({"run.zero_bubble_memory": self.zero_bubble_memory} if self.zero_bubble_memory != 1 else {}),
-            **({"precision.optimizer": self.optimizer_dtype} if self.optimizer_dtype else {}),
-        }  # fmt: skip
-        return " ".join(f"{key}={value}" for key, value in words.items())
+        keys = [
+            ("strategy", self.preset, True),
+            ("mesh.shard", self.shard, True),
+            ("data.rows", rows, True),
+            *((f"mesh.{n}", getattr(self, n), getattr(self, n) > 1) for n in AXES if n != "shard"),
+            ("strategy.chunks", self.chunks, self.chunks > 1),
+            ("strategy.remat", self.remat, self.remat != "none"),
+            *((f"strategy.{name}", value, True) for name, value in self.tiers.items()),
+            ("strategy.prefetch_forward", self.prefetch, self.prefetch != 1),
+            ("strategy.prefetch_backward", self.prefetch, self.prefetch != 1),
+            ("strategy.overlap", self.overlap, self.overlap != 1),
+            ("run.accumulate", accumulate, accumulate > 1),
+            ("run.micro_order", self.order, self.order != "depth"),
+            ("run.zero_bubble_memory", self.zero_bubble_memory, self.zero_bubble_memory != 1),
+            ("precision.optimizer", self.optimizer_dtype, self.optimizer_dtype is not None),
+        ]
+        return " ".join(f"{key}={value}" for key, value, is_named in keys if is_named)
 
 
 @dataclass
@@ -195,13 +200,16 @@ class Planner:
         self.work.tell(f"{pluralize(splits, 'way')} to split {pluralize(self.devices, 'device')}")
         walk = self.walk
         best = walk.run()
+
+        # Extrapolated from few layers, a plan may look better than it is. Then the walk goes on with its
+        # exact price, until the best plan is one whose exact price is known.
         self.work.tell("the best plan is priced with all its layers")
         exact: dict[DecoderPlan, Candidate] = {}
         while best.choice not in exact:
-            exact[best.choice] = found = self.price_exactly(best.choice)
-            if walk.cost(found) <= walk.cost(best):
+            exact[best.choice] = exact_price = self.price_exactly(best.choice)
+            if walk.cost(exact_price) <= walk.cost(best):
                 break
-            self.seen[best.choice] = found  # extrapolated from few layers, it looked better than it is
+            self.seen[best.choice] = exact_price
             best = walk.descend(walk.within_budget(best.choice))
         return exact[best.choice]
 
@@ -209,22 +217,22 @@ class Planner:
         """Return whether not even the plans that save most memory fit."""
         return not any(self.walk.price_once(plan).fits(self.budget) for plan in self.frugal())
 
-    # -------------------------------------------------------------- which plans there are
+    # -------------------------------------------------------------- the plans
     def is_valid(self, plan: DecoderPlan) -> bool:
         """Return whether the axes divide what they split, and all rows are taken."""
         axes = math.prod(getattr(plan, axis) for axis in AXES)
-        rows, own = self.config.batch_rows, plan.data_ranks * plan.micro_rows
+        rows, micro_batch = self.config.batch_rows, plan.data_ranks * plan.micro_rows
         return (
-            axes == self.devices and rows % own == 0 and self.has_valid_pipeline(plan)
+            axes == self.devices and rows % micro_batch == 0 and self.has_valid_pipeline(plan)
             and plan.tensor <= self.hardware.ranks_per_node
             and not (plan.keep and plan.replicate > 1)
-            and (plan.order == "depth" or rows > own)
+            and (plan.order == "depth" or rows > micro_batch)
             and self.config.can_split(plan.mesh)
         )  # fmt: skip
 
     def has_valid_pipeline(self, plan: DecoderPlan) -> bool:
-        """Return whether there are enough layers for all chunks, and as many micro-batches as fill groups of
-        the pipeline's size."""
+        """Return whether there are enough layers for all chunks, and micro-batches fill groups of the
+        pipeline's size."""
         if plan.pipeline == 1:
             return plan.chunks == 1 and plan.order != "zero_bubble"
         micro = self.config.batch_rows // (plan.data_ranks * plan.micro_rows)
@@ -252,8 +260,8 @@ class Planner:
         return math.gcd(self.config.experts, ranks)
 
     def starts(self) -> Iterator[DecoderPlan]:
-        """Yield plans of `splits`, with as many rows in a micro-batch as fit if nothing is recomputed, and,
-        behind the first of these, plans with a pipeline.
+        """Yield plans of `splits`, with as many rows in a micro-batch as fit if nothing is recomputed. Plans
+        with a pipeline follow the first of these.
 
         More ranks exchange more. So a split into more ranks is left out if one into fewer, with all the
         memory that it may want, is slower than a known plan that fits. Pipelines come early, since they may
@@ -261,41 +269,42 @@ class Planner:
         """
         pipelines = self.pipelines()
         for _, splits in itertools.groupby(self.splits(), lambda plan: plan.tensor):
-            slow: list[bool] = []
+            is_slow: list[bool] = []
             for plan in splits:
+                # At level 0 of the dial a micro-batch has the most rows, and takes the most memory.
                 rows = list(reversed(_find_divisors(self.config.batch_rows // plan.data_ranks)))
                 dial = Dial(len(rows) - 1, lambda level, k=plan, r=rows: replace(k, micro_rows=r[level]))
                 most = self.walk.price_once(dial.at(0))
                 known = [c.seconds for c in self.seen.values() if c.fits(self.budget) and c is not most]
                 limit = min(known, default=math.inf)
-                slow.append(most.seconds >= limit)
-                yield most.choice if slow[-1] else self.walk.least_that_fits(dial, limit).choice
-                yield from pipelines  # all of them behind the first split, none behind the others
-                if slow[-1]:
+                is_slow.append(most.seconds >= limit)
+                yield most.choice if is_slow[-1] else self.walk.least_that_fits(dial, limit).choice
+                yield from pipelines  # the generator yields all of them after the first split, and then none
+                if is_slow[-1]:
                     break
-            if slow[0]:
+            if is_slow[0]:
                 break
 
     def pipelines(self) -> Iterator[DecoderPlan]:
         """Yield a plan with a pipeline for each size of the axis "tensor", as long as a larger one is better.
 
-        It has as many stages as are fastest, once they fit, as many chunks as may be, one row in a
-        micro-batch, and leaves that stay gathered.
+        It has the number of stages that is the fastest of those that fit, as many chunks as possible, one row
+        in a micro-batch, and leaves that stay gathered.
         """
-        found: list[Candidate] = []
+        last: Candidate | None = None
         for tensor in (d for d in _find_divisors(self.devices) if d <= self.hardware.ranks_per_node):
             best: Candidate | None = None
             for plan in self.pipelines_of(tensor):
-                next_one = self.walk.price_once(plan)
-                if best is None or self.walk.cost(next_one) < self.walk.cost(best):
-                    best = next_one
+                candidate = self.walk.price_once(plan)
+                if best is None or self.walk.cost(candidate) < self.walk.cost(best):
+                    best = candidate
                 elif best.fits(self.budget):
                     break
             if best is None:
                 continue
-            if found and self.walk.cost(best) >= self.walk.cost(found[-1]):
+            if last is not None and self.walk.cost(best) >= self.walk.cost(last):
                 break
-            found.append(best)
+            last = best
             yield replace(best.choice, remat="none")
 
     def pipelines_of(self, tensor: int) -> list[DecoderPlan]:
@@ -315,6 +324,8 @@ class Planner:
             )  # fmt: skip
             if self.is_valid(plan):
                 plans.append(plan)
+
+        # The gathered leaves and the gradients of a rank's part of the model have to fit.
         dtypes = dtypes_of(self.config.precision)
         kept = self.config.parameters * (dtypes["compute_dtype"].itemsize + dtypes["reduce_dtype"].itemsize)
         fitting = [p for p in plans if kept / (p.tensor * p.pipeline * p.expert) <= self.budget]
@@ -326,7 +337,7 @@ class Planner:
         return [replace(plan, remat="unit", optimizer="host") for plan in self.splits()]
 
     def dials(self, plan: DecoderPlan) -> list[Dial]:
-        """Return the one dial of a plan, which recomputes more at each level."""
+        """Return the only dial of a plan, which recomputes more at each level."""
         shares = min(SHARES, PIPELINE_SHARES) if plan.pipeline > 1 else SHARES
 
         def at(level: int) -> DecoderPlan:
@@ -336,7 +347,7 @@ class Planner:
         return [Dial(shares, at)]
 
     def returning_dials(self, plan: DecoderPlan) -> list[Dial]:
-        """Return no dials, since a plan has one alone."""
+        """Return no dials, since a plan has only one."""
         return []
 
     def neighbours(self, plan: DecoderPlan) -> list[DecoderPlan]:
@@ -344,7 +355,7 @@ class Planner:
         return []
 
     def moves(self) -> dict[str, list[Move]]:
-        """Return the moves by decision. Those of axes take a prime factor from one and give it to another.
+        """Return the moves by decision. Those of "axes" move a prime factor from one axis to another.
 
         A move gives None where it does not apply. It may give a plan that is not valid, since two moves
         together may give a valid one.
@@ -356,27 +367,31 @@ class Planner:
         def set_order(order: MicroOrder, memory: float) -> Move:
             return lambda plan: replace(plan, order=order, zero_bubble_memory=memory)
 
-        def take_rows(prime: int) -> Move:
+        def multiply_rows(prime: int) -> Move:
             return lambda plan: replace(plan, micro_rows=plan.micro_rows * prime)
 
-        def leave_rows(prime: int) -> Move:
-            return lambda plan: (
-                None if plan.micro_rows % prime else replace(plan, micro_rows=plan.micro_rows // prime)
-            )
+        def divide_rows(prime: int) -> Move:
+            def move(plan: DecoderPlan) -> DecoderPlan | None:
+                if plan.micro_rows % prime:
+                    return None
+                return replace(plan, micro_rows=plan.micro_rows // prime)
+
+            return move
 
         def hand_over(prime: int, source: str, target: str) -> Move:
             def move(plan: DecoderPlan) -> DecoderPlan | None:
                 size, other = getattr(plan, source), getattr(plan, target)
-                return (
-                    None if size % prime else replace(plan, **{source: size // prime, target: other * prime})
-                )
+                if size % prime:
+                    return None
+                return replace(plan, **{source: size // prime, target: other * prime})
 
             return move
 
         def go_ahead(name: str, by: int) -> Move:
             def move(plan: DecoderPlan) -> DecoderPlan | None:
-                depth, found = getattr(plan, name) + by, self.seen.get(plan)
-                may_pay = by < 0 or (found is not None and found.waits_for_collectives())
+                # Going further ahead can only pay where kernels wait for collectives.
+                depth, candidate = getattr(plan, name) + by, self.seen.get(plan)
+                may_pay = by < 0 or (candidate is not None and candidate.waits_for_collectives())
                 is_depth = 1 <= depth <= MAX_KERNELS_AHEAD and self.hardware.overlap
                 return replace(plan, **{name: depth}) if is_depth and may_pay else None
 
@@ -384,7 +399,7 @@ class Planner:
 
         primes = _find_primes(self.config.batch_rows)
         return {
-            "rows": [step(prime) for prime in primes for step in (take_rows, leave_rows)],
+            "rows": [step(prime) for prime in primes for step in (multiply_rows, divide_rows)],
             "order": [set_order(*each) for each in ORDERS],
             "optimizer": [set_field("optimizer", tier) for tier in TIERS],
             "keep": [set_field("keep", keep) for keep in (False, True)],
@@ -398,11 +413,12 @@ class Planner:
             ],
         }  # fmt: skip
 
-    # -------------------------------------------------------------- what is predicted of one
+    # -------------------------------------------------------------- the price of a plan
     def price(self, plan: DecoderPlan) -> Candidate:
         """Return a plan with its bytes and time, extrapolated from few layers, micro-batches and stages."""
         if plan.pipeline > 1:
             return self._price_pipeline(plan)
+        # More layers are lowered if the first are not alike, or if kernels go further ahead.
         layers, more = self.config.layers, self.config.odd_layers + 2 * (plan.reach - 2)
         depths = tuple(depth + more for depth in DEPTHS)
         return self._price_layers(plan, depths if layers > depths[-1] else (layers,))
@@ -410,8 +426,8 @@ class Planner:
     def price_exactly(self, plan: DecoderPlan) -> Candidate:
         """Return a plan with the bytes and time of a step of all layers.
 
-        Most of the work is the ledger of a pipeline's stages. Of many groups of micro-batches, which repeat
-        one another, few are enough to know how large values are and which stage is the fullest.
+        Most of the work is the ledger of a pipeline's stages. Groups of micro-batches repeat one another, so
+        few of them are enough to know how large values are and which stage is the fullest.
         """
         if plan.pipeline == 1:
             return self._price_layers(plan, (self.config.layers,))
@@ -426,13 +442,18 @@ class Planner:
         return price(plan, lowered.memory_analysis(stage=fullest), lowered.timeline(self.hardware))
 
     def _price_pipeline(self, plan: DecoderPlan) -> Candidate:
-        """Return a plan with a pipeline with its bytes and time. They are extrapolated along groups of
-        micro-batches, then along stages, then along layers of a chunk. The fullest stage is one of the first
-        or of the last two."""
-        counts = self.layers_by_chunk(plan)
+        """Return a plan with a pipeline, with its bytes and time.
+
+        They are extrapolated along groups of micro-batches, then along stages, then along layers of a chunk.
+        The fullest stage is one of the first or of the last two.
+        """
         # Layers that are not like the others are in the first chunks, which are lowered as they are.
+        counts = self.layers_by_chunk(plan)
         sums = itertools.accumulate(counts)
         first = 1 + sum(total < self.config.odd_layers for total in sums)
+
+        # A chunk in the middle has `most` layers. It is lowered with `depth` of them, and the chunks at the
+        # ends with as many fewer.
         most, groups = max(counts[1:-1] or counts), self.count_micro_batches(plan) // plan.pipeline
         least = max(plan.reach, most - min(counts))
         few_stages = tuple(count + first - 1 for count in STAGES)
@@ -446,9 +467,9 @@ class Planner:
                 layers = (*[*begin, *[depth] * chunks][: chunks - 1], end)
                 by_stages[stages] = self.measure_stages(plan, layers, stages, groups, first)
             by_depth[depth] = _extrapolate(by_stages, plan.pipeline)
-        found = _extrapolate(by_depth, most)
-        peak = max(value for name, value in found.items() if isinstance(name, int))
-        return _candidate_of(plan, peak, found)
+        values = _extrapolate(by_depth, most)
+        peak = max(value for name, value in values.items() if isinstance(name, int))  # stages have numbers
+        return _candidate_of(plan, peak, values)
 
     def layers_by_chunk(self, plan: DecoderPlan) -> list[int]:
         """Return the number of layers of each chunk, as presets cut them."""
@@ -458,24 +479,29 @@ class Planner:
         params = self.config.subject(self.config.layers).params
         specs = self._make_specs(plan, params, self.make_mesh(plan))
         chunk_of = {layer_of(path): spec.chunk for path, spec in specs.items() if spec.chunk != "all"}
-        found = Counter(chunk for layer, chunk in chunk_of.items() if layer is not None)
-        self._layers_by_chunk[key] = [found[chunk] for chunk in range(plan.pipeline * plan.chunks)]
+        counts = Counter(chunk for layer, chunk in chunk_of.items() if layer is not None)
+        self._layers_by_chunk[key] = [counts[chunk] for chunk in range(plan.pipeline * plan.chunks)]
         return self._layers_by_chunk[key]
 
     def _price_layers(self, plan: DecoderPlan, depths: tuple[int, ...]) -> Candidate:
-        """Return a plan with its bytes and time, extrapolated from steps of these numbers of layers. Every
-        moment of a step is extrapolated, since with another depth another moment is the peak."""
+        """Return a plan with its bytes and time, extrapolated from steps of these numbers of layers.
+
+        Every moment of a step is extrapolated, since with another depth another moment may be the peak.
+        """
         micro, by_count = self.count_micro_batches(plan), {}
         # Gradients are summed from the second micro-batch on. Breadth-first they hide what is gathered and
         # reduced once, so that time is no line in their number.
         is_line = micro > 3 and plan.order == "depth"
         for count in (2, 3) if is_line else (micro,):
-            found = _extrapolate({d: self.measure(plan, d, count) for d in depths}, self.config.layers)
-            by_count[count] = {n: v for n, v in found.items() if isinstance(n, str)}
-            if len(depths) > 1:  # else the peak is known, and no layer stands for others
-                by_count[count]["peak"] = max(v for n, v in found.items() if isinstance(n, tuple))
-        found = _extrapolate(by_count, micro)
-        return _candidate_of(plan, found["peak"], found)
+            values = _extrapolate({d: self.measure(plan, d, count) for d in depths}, self.config.layers)
+            by_count[count] = {name: value for name, value in values.items() if isinstance(name, str)}
+            # The peak is the largest of the extrapolated moments, whose names are tuples. With a single depth
+            # all layers were lowered, and it is known.
+            if len(depths) > 1:
+                moments = [value for name, value in values.items() if isinstance(name, tuple)]
+                by_count[count]["peak"] = max(moments)
+        values = _extrapolate(by_count, micro)
+        return _candidate_of(plan, values["peak"], values)
 
     def count_micro_batches(self, plan: DecoderPlan) -> int:
         """Return the number of a rank's micro-batches in a step."""
@@ -484,9 +510,9 @@ class Planner:
     def measure(self, plan: DecoderPlan, layers: int, micro: int) -> dict[Any, float]:
         """Return the price of a step of some layers and micro-batches, and its bytes by `_name_moments`."""
         lowered = self.lower(plan, layers, micro)
-        found = price(plan, lowered.memory_analysis(), lowered.timeline(self.hardware))
+        candidate = price(plan, lowered.memory_analysis(), lowered.timeline(self.hardware))
         moments = _name_moments(lowered.memory_timeline(), layers, plan.reach)
-        return moments | _values_of(found) | {"peak": found.peak_bytes}
+        return moments | _values_of(candidate) | {"peak": candidate.peak_bytes}
 
     def measure_stages(
         self, plan: DecoderPlan, layers: Sequence[int], stages: int, groups: int, first: int
@@ -494,20 +520,23 @@ class Planner:
         """Return the price of a step of fewer stages, and the peaks of its first stages (0, 1 and so on) and
         of the last two (-2, -1).
 
-        Time is extrapolated along groups of micro-batches. Groups repeat one another, so that the ledger of
-        few says how full stages are.
+        Time is extrapolated along groups of micro-batches. Groups repeat one another, so the ledger of few
+        tells how full stages are.
 
         Args:
             layers: the number of layers of each chunk.
             groups: the number of groups of the step.
-            first: the number of first chunks that differ from those behind them.
+            first: the number of first chunks that differ from those after them.
         """
-        some, alike = replace(plan, pipeline=stages), sum(layers)
+        # Lower the step with few groups, which tell steps with more how large values are.
+        shorter, total = replace(plan, pipeline=stages), sum(layers)
         few, *more = GROUPS if groups > GROUPS[-1] else (groups,)
-        fewer = self.lower(some, alike, few * stages, layers)
+        fewer = self.lower(shorter, total, few * stages, layers)
         lowered = {few: fewer}
         for group in more:
-            lowered[group] = replace(self.lower(some, alike, group * stages, layers), fewer=fewer)
+            lowered[group] = replace(self.lower(shorter, total, group * stages, layers), fewer=fewer)
+
+        # Price each of them, and take the peaks of the stages that may be the fullest.
         memory = fewer.memory_analysis()
         by_group = {
             group: _values_of(price(plan, memory, each.timeline(self.hardware)))
@@ -520,8 +549,8 @@ class Planner:
         return {stage: float(peak) for stage, peak in peaks.items()} | _extrapolate(by_group, groups)
 
     def make_mesh(self, plan: DecoderPlan) -> fs.Mesh:
-        """Make the plan's mesh, without axes of one rank. The axes that exchange most come last, since these
-        lie within a node."""
+        """Make the plan's mesh, without axes of one rank. The axes that exchange most are the last, whose
+        ranks share a node."""
         axes = {n: s for n, s in plan.mesh.axes.items() if s > 1 or n == "shard"}
         return fs.make_mesh(**axes, device="cuda" if self.hardware.overlap else "cpu", abstract=True)
 
@@ -531,7 +560,7 @@ class Planner:
         """Lower the step of some layers and micro-batches. Plans that are traced alike share traces.
 
         Args:
-            by_chunk: the number of layers of each chunk of a pipeline; None is what the preset makes of it.
+            by_chunk: the number of layers of each chunk of a pipeline; None takes those of the preset.
         """
         step, batch = self.make_step(plan, layers, micro, by_chunk)
         front = self.trace(plan, layers, step, batch)
@@ -548,8 +577,14 @@ class Planner:
         specs = self._make_specs(plan, subject.params, mesh)
         if by_chunk is not None:
             specs = _assign_chunks(specs, by_chunk)
+
+        # All plans share one optimizer, and with it the traces of its updates.
+        undecayed = subject.undecayed
+        if undecayed not in self._optimizers:
+            constant = ScheduleConfig(name="constant")
+            self._optimizers[undecayed] = make_optimizer(self.config.optimizer, constant, 1, undecayed)
         step = fs.shard_step(
-            subject.loss, specs, mesh=mesh, optimizer=self._get_optimizer(subject.undecayed), grad_norm=True,
+            subject.loss, specs, mesh=mesh, optimizer=self._optimizers[undecayed], grad_norm=True,
             accumulate=micro, micro_order=plan.order, zero_bubble_memory=plan.zero_bubble_memory,
             expert_capacity=self.config.mesh.expert_capacity,
         )  # fmt: skip
@@ -560,20 +595,22 @@ class Planner:
         """Return the spec tree of a plan."""
         precision = self.config.precision
         precision = replace(precision, optimizer=plan.optimizer_dtype or precision.optimizer)
-        how = {axis: axis_of(axis, mesh) for axis in ("tensor", "expert")}
-        how |= {**dtypes_of(precision), **plan.tiers}
-        return fs.presets.PRESETS[plan.preset](params, mesh, chunks=plan.chunks, **how)
+        options = {axis: axis_of(axis, mesh) for axis in ("tensor", "expert")}
+        options |= {**dtypes_of(precision), **plan.tiers}
+        return fs.presets.PRESETS[plan.preset](params, mesh, chunks=plan.chunks, **options)
 
     def trace(self, plan: DecoderPlan, layers: int, step: Step, batch: tuple[Any, ...]) -> Front:
-        """Return the trace of a step. If there are many layers, a few are traced, and stand for the
-        others."""
+        """Return the trace of a step. Of many layers only a few are traced, and the others copied from
+        these."""
         config, fronts = self.config, self._get_traces(plan).fronts
-        # A function of one's own may look at the axes over which rows are split; the decoder does not.
+        # The user's own function may look at the axes over which rows are split; the decoder does not.
         looked_at = () if config.is_decoder else (plan.replicate, plan.shard, plan.pipeline > 1)
         key = layers, looked_at
         if key in fronts:
             return fronts[key]
-        # In a pipeline a unit that only holds a buffer is cut out, too, and a trace for one stage lacks it.
+
+        # Few layers are traced without a pipeline. In a pipeline a unit that only holds a buffer is cut out,
+        # too, and a trace for one stage lacks it.
         all_train = all(spec.trainable for spec in ResolvedSpecs.of(step.specs).stored.values())
         if config.is_layered and (all_train or plan.pipeline == 1):
             alone = replace(plan, pipeline=1, chunks=1, order="depth")
@@ -581,35 +618,33 @@ class Planner:
             def trace(few: int) -> Front:
                 return self.trace(alone, few, *self.make_step(alone, few, 1))
 
-            if (front := trace_few_layers(trace, layers, config.odd_layers)) is not None:
+            front = trace_few_layers(trace, layers, config.odd_layers)
+            if front is not None:
                 fronts[key] = front
                 return front
+
+        # Otherwise all layers are traced.
         fronts[key] = step.front(*batch)
         self.work.count_program(len(fronts[key].program.graph.nodes))
         return fronts[key]
 
-    def _get_optimizer(self, undecayed: tuple[str, ...]) -> fs.optim.Optimizer:
-        """Return the optimizer. All plans share it, and with it the traces of its updates."""
-        if undecayed not in self._optimizers:
-            constant = ScheduleConfig(name="constant")
-            self._optimizers[undecayed] = make_optimizer(self.config.optimizer, constant, 1, undecayed)
-        return self._optimizers[undecayed]
-
     def _get_traces(self, plan: DecoderPlan) -> TraceCache:
-        """Return the traces that a plan shares with others. The caches used least recently are dropped, since
-        traces take memory."""
+        """Return the traces that a plan shares with others.
+
+        The caches that were used least recently are dropped, since traces take memory.
+        """
         key = plan.tensor, plan.context, plan.expert, plan.micro_rows
-        self._traces[key] = self._traces.pop(key, None) or TraceCache()
+        self._traces[key] = self._traces.pop(key, None) or TraceCache()  # moved to the end
         for oldest in list(self._traces)[:-CACHES]:
             del self._traces[oldest]
         return self._traces[key]
 
-    # -------------------------------------------------------------- what is said
-    def describe(self, found: Candidate) -> str:
+    # -------------------------------------------------------------- texts
+    def describe(self, candidate: Candidate) -> str:
         """Return a plan with its time and bytes in a few words."""
-        lacks = "" if found.fits(self.budget) else ", which is too much"
-        words = found.choice.overrides(self.config.batch_rows)
-        return f"{time_text(rough(found.seconds))}, {byte_text(found.peak_bytes)}{lacks}: {words}"
+        lacks = "" if candidate.fits(self.budget) else ", which is too much"
+        words = candidate.choice.overrides(self.config.batch_rows)
+        return f"{time_text(rough(candidate.seconds))}, {byte_text(candidate.peak_bytes)}{lacks}: {words}"
 
     def describe_misfit(self) -> str:
         """Return the sentence that the devices cannot share the rows, with the ways out."""
@@ -621,13 +656,13 @@ class Planner:
         )
 
 
-def _values_of(found: Candidate) -> dict[Any, float]:
-    """Return the values of a price by name, but for its peak."""
-    return {**found.parts, **{name: getattr(found, name) for name in VALUES}}
+def _values_of(candidate: Candidate) -> dict[Any, float]:
+    """Return the values of a price by name, without its peak."""
+    return {**candidate.parts, **{name: getattr(candidate, name) for name in VALUES}}
 
 
 def _candidate_of(plan: DecoderPlan, peak_bytes: float, values: Mapping[Any, float]) -> Candidate:
-    """Return the price of a plan by `_values_of` and its peak."""
+    """Return a plan with its price, from its peak and values as `_values_of` returns them."""
     parts = {name: values[name] for name in PARTS}
     return Candidate(plan, peak_bytes, parts=parts, **{name: values[name] for name in VALUES})
 
@@ -635,8 +670,8 @@ def _candidate_of(plan: DecoderPlan, peak_bytes: float, values: Mapping[Any, flo
 def _name_moments(timeline: MemoryTimeline, layers: int, reach: int) -> dict[Any, float]:
     """Return the bytes on the device at each line, under names that steps of other depths have, too.
 
-    A line is named by the unit of the kernel before it, and behind the last kernel by its own unit. A layer
-    is numbered from the first and from the last one, if it is near.
+    A line is named by the unit of the kernel before it, and after the last kernel by its own unit. A layer
+    near either end is numbered from that end; lines of other layers have no name.
 
     Args:
         reach: how many layers from either end are near. What is gathered and reduced during their kernels
@@ -644,7 +679,7 @@ def _name_moments(timeline: MemoryTimeline, layers: int, reach: int) -> dict[Any
     """
     lines = [moment.instruction for moment in timeline.moments]
     last = max((n for n, line in enumerate(lines) if isinstance(line, Run)), default=0)
-    out: dict[Any, float] = {}
+    moments: dict[Any, float] = {}
     counts: dict[Any, int] = {}
     kernel = "", ""
     for n, (line, moment) in enumerate(zip(lines, timeline.moments, strict=True)):
@@ -652,22 +687,18 @@ def _name_moments(timeline: MemoryTimeline, layers: int, reach: int) -> dict[Any
             kernel = line.phase, line.unit
         phase, unit = kernel if n <= last else (line.verb, line.unit)
         nth = counts[phase, unit] = counts.get((phase, unit), 0) + 1
-        out |= {(phase, name, nth): float(moment.bytes) for name in _name_unit(unit, layers, reach)}
-    return out
-
-
-def _name_unit(unit: str, layers: int, reach: int) -> list[Any]:
-    """Return the names of a unit: its own, or a layer's number from the first and from the last, if it is
-    near."""
-    number = layer_of(unit)
-    if number is None:
-        return [unit]
-    return [n for n in (number, number - layers) if -reach <= n < reach]
+        number = layer_of(unit)
+        names = [unit] if number is None else [n for n in (number, number - layers) if -reach <= n < reach]
+        for name in names:
+            moments[phase, name, nth] = float(moment.bytes)
+    return moments
 
 
 def _assign_chunks(specs: Mapping[str, fs.LayoutSpec], by_chunk: Sequence[int]) -> dict[str, fs.LayoutSpec]:
-    """Return specs of a decoder with these numbers of layers in its chunks. Leaves before all layers belong
-    to the first chunk, leaves behind them to the last."""
+    """Return specs of a decoder with these numbers of layers in its chunks.
+
+    Leaves before all layers belong to the first chunk, leaves after them to the last.
+    """
     chunk_of = [chunk for chunk, count in enumerate(by_chunk) for _ in range(count)]
     numbers = {path: layer_of(path) for path in specs}
     first = next(place for place, number in enumerate(numbers.values()) if number is not None)
@@ -679,14 +710,13 @@ def _assign_chunks(specs: Mapping[str, fs.LayoutSpec], by_chunk: Sequence[int]) 
 
 
 def _extrapolate(points: Mapping[int, Mapping[Any, float]], at: int) -> dict[Any, float]:
-    """Extrapolate, along a line, the values that two points have in common. One point stands for all
-    places."""
-    (first, a), *more = points.items()
-    if not more:
-        return dict(a)
-    second, b = more[0]
+    """Extrapolate the values that two points have in common to `at`, along a line. A single point is
+    returned as it is."""
+    if len(points) == 1:
+        return dict(*points.values())
+    (first, low), (second, high) = points.items()
     share = (at - first) / (second - first)
-    return {name: a[name] + share * (b[name] - a[name]) for name in a.keys() & b.keys()}
+    return {name: low[name] + share * (high[name] - low[name]) for name in low.keys() & high.keys()}
 
 
 def _find_divisors(n: int) -> list[int]:

@@ -1,8 +1,8 @@
-"""Unroll: it makes the segments of a model with many layers from a trace of few.
+"""Unroll: make the segments of a model with many layers from a trace of few.
 
-Layers are alike, so tracing each of them would find the same again. The segments of one from the middle stand
-for all that were not traced: their leaves are of other layers, and what they read of the layer before is that
-of the layer before.
+Layers are alike, so tracing each of them would find the same again. The segments of one layer from the middle
+are copied for all layers that were not traced. A copy has the leaves of its own layer, and reads the values
+of the copy before it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fnshard.step.settings import step_settings
 from fnshard.step.step import Step
 
 TRACED_LAYERS = 4  # so many layers are traced in place of more
-BEHIND = 2  # layers of the trace that stay behind those that are added: the last one may differ
+BEHIND = 2  # layers of the trace that follow those that are added: the last one may differ
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Layer:
     """A layer of a program that is cut into segments.
 
     Args:
-        exchanges: the exchanges behind each of its segments.
+        exchanges: the exchanges after each of its segments.
     """
 
     number: int
@@ -43,11 +43,11 @@ class Layer:
     @property
     def places(self) -> dict[ValueName, tuple[int, int]]:
         """Return the place in the layer of each value that the layer makes."""
-        out = {}
-        for place, (segment, exchanges) in enumerate(zip(self.segments, self.exchanges, strict=True)):
+        places = {}
+        for index, (segment, exchanges) in enumerate(zip(self.segments, self.exchanges, strict=True)):
             names = [*segment.outputs, *(each.received for each in exchanges)]
-            out |= {name: (place, number) for number, name in enumerate(names)}
-        return out
+            places |= {name: (index, number) for number, name in enumerate(names)}
+        return places
 
 
 def trace_few_layers(trace: Callable[[int], Front], layers: int, odd_layers: int = 0) -> Front | None:
@@ -58,10 +58,10 @@ def trace_few_layers(trace: Callable[[int], Front], layers: int, odd_layers: int
     Args:
         trace: a function that traces a model of so many layers, without a pipeline, whose stages would be cut
             where units are.
-        odd_layers: the number of first layers behind which all are alike.
+        odd_layers: the number of first layers after which all are alike.
 
     Returns:
-        None where that many layers are too few to gain by it, or are not alike.
+        The front; None if there are too few layers to gain by it, or they are not alike.
     """
     few = odd_layers + TRACED_LAYERS
     if layers <= few:
@@ -104,45 +104,49 @@ def unroll(segments: Segments, layers: int) -> Segments | None:
         segments: the segments of a program with fewer.
 
     Returns:
-        None where the layers of `segments` are not alike, or read more than the layer before them.
+        The segments; None if the layers of `segments` are not alike, or read more than the layer before them.
     """
-    found = find_layers(segments)
-    if found is None or len(found) < BEHIND + 2:
+    # The pattern is a layer that the next one repeats, and whose values only the next one reads.
+    traced = find_layers(segments)
+    if traced is None or len(traced) < BEHIND + 2:
         return None
-    before, pattern, behind = found[-BEHIND - 2 : -BEHIND + 1]
+    before, pattern, behind = traced[-BEHIND - 2 : -BEHIND + 1]
     if describe(pattern, before) != describe(behind, pattern):
         return None
     last = pattern.segments[-1].index
-    of_pattern, of_before = pattern.places, {place: name for name, place in before.places.items()}
-    of_behind = {segment.index for segment in behind.segments}
-    later = [s for s in segments.segments if s.index > last]
-    leaps = (n for s in later if s.index not in of_behind for n in s.inputs if n in of_pattern)
-    if next(leaps, None) is not None:
-        return None
+    pattern_places = pattern.places
+    behind_indices = {segment.index for segment in behind.segments}
+    later = [segment for segment in segments.segments if segment.index > last]
+    for segment in later:
+        if segment.index not in behind_indices and any(name in pattern_places for name in segment.inputs):
+            return None
 
-    # The copies: what they read of the layer before is the pattern's own, or the last copy's.
-    made = [s for s in segments.segments if s.index <= last]
-    exchanges = [e for e in segments.exchanges if e.after <= last]
-    values, extra = dict(segments.values), layers - len(found)
-    in_pattern = {place: name for name, place in of_pattern.items()}
+    # Each copy of the pattern reads the values of the copy before it, the first those of the pattern itself.
+    unrolled = [segment for segment in segments.segments if segment.index <= last]
+    exchanges = [exchange for exchange in segments.exchanges if exchange.after <= last]
+    values, extra = dict(segments.values), layers - len(traced)
+    before_names = {place: name for name, place in before.places.items()}
+    pattern_names = {place: name for name, place in pattern_places.items()}
     for copy in range(1, extra + 1):
-        names = {name: name_copy(name, copy) for name in of_pattern}
-        names |= {of_before[p]: name_copy(in_pattern[p], copy - 1) for p in of_before.keys() & in_pattern}
-        values |= {names[name]: values[name] for name in of_pattern if name in values}
-        for segment, behind_it in zip(pattern.segments, pattern.exchanges, strict=True):
-            made.append(rename_segment(segment, len(made), names, copy))
-            exchanges += [rename_exchange(each, len(made) - 1, names) for each in behind_it]
+        names = {name: name_copy(name, copy) for name in pattern_places}
+        for place in before_names.keys() & pattern_names:
+            names[before_names[place]] = name_copy(pattern_names[place], copy - 1)
+        values |= {names[name]: values[name] for name in pattern_places if name in values}
+        for segment, following in zip(pattern.segments, pattern.exchanges, strict=True):
+            unrolled.append(rename_segment(segment, len(unrolled), names, copy))
+            exchanges += [rename_exchange(each, len(unrolled) - 1, names) for each in following]
 
-    # What was behind the pattern is behind the last copy.
-    names, shift = {name: name_copy(name, extra) for name in of_pattern}, len(made) - last - 1
-    made += [rename_segment(segment, segment.index + shift, names, extra) for segment in later]
+    # What followed the pattern follows the last copy.
+    names, shift = {name: name_copy(name, extra) for name in pattern_places}, len(unrolled) - last - 1
+    unrolled += [rename_segment(segment, segment.index + shift, names, extra) for segment in later]
     exchanges += [rename_exchange(e, e.after + shift, names) for e in segments.exchanges if e.after > last]
-    return replace(segments, segments=tuple(made), exchanges=tuple(exchanges), values=values)
+    return replace(segments, segments=tuple(unrolled), exchanges=tuple(exchanges), values=values)
 
 
 def find_layers(segments: Segments) -> list[Layer] | None:
-    """Return the layers of a program, in order; None if a segment belongs to two, or they do not follow one
-    another.
+    """Return the layers of a program, in order.
+
+    The result is None if a segment belongs to two layers, or layers do not follow one another.
 
     A segment without leaves belongs to the layer before it.
     """
@@ -159,20 +163,24 @@ def find_layers(segments: Segments) -> list[Layer] | None:
     if [*by_number] != [*range(len(by_number))]:
         return None
     return [
-        Layer(number, tuple(own), tuple(tuple(after[s.index]) for s in own))
-        for number, own in by_number.items()
+        Layer(number, tuple(members), tuple(tuple(after[segment.index]) for segment in members))
+        for number, members in by_number.items()
     ]
 
 
 def describe(layer: Layer, before: Layer) -> list[Any]:
-    """Return what a layer does, with places in it and in the layer before for names. It is equal for equal
-    layers."""
+    """Return what a layer does, which is equal for equal layers.
+
+    Names of values are replaced by places in the layer or in the one before it.
+    """
     own, earlier = layer.places, before.places
 
     def place(name: ValueName) -> Any:
         if name.kind is Kind.LEAF and layer_of(name.path) == layer.number:
             return "leaf", name.path.removeprefix(f"layers.{layer.number}")
-        return ("own", own[name]) if name in own else ("before", earlier[name]) if name in earlier else name
+        if name in own:
+            return "own", own[name]
+        return ("before", earlier[name]) if name in earlier else name
 
     def lines() -> Iterator[Any]:
         for segment, exchanges in zip(layer.segments, layer.exchanges, strict=True):
