@@ -33,16 +33,17 @@ NOTES = (
 
 @dataclass(eq=False)
 class Waiting:
-    """An observer of a step (`Step.watching`), which adds up how long this rank has waited for other
+    """An observer of a step (`Step.watching`), which sums the seconds that this rank waits for other
     stages."""
 
     schedule: Schedule
     seconds: float = 0.0
 
     def __call__(self, number: int, line: Instruction, action: Action) -> Action:
+        """Time the action of a line if another stage can make it wait."""
         issue = self.schedule.issues[line.reads[0]] if isinstance(line, Wait) else line
-        meets = issue.lane == COMMUNICATION and PIPELINE in issue.axes_of(self.schedule)
-        if not meets or isinstance(issue, Send):  # nobody waits for a message that was copied and sent
+        is_of_stages = issue.lane == COMMUNICATION and PIPELINE in issue.axes_of(self.schedule)
+        if not is_of_stages or isinstance(issue, Send):  # a sender copies its message, and waits for nobody
             return action
 
         def run(env: Env) -> None:
@@ -62,19 +63,21 @@ def run(config: BenchConfig, folder: Path) -> Result:
         name: (make_task(replace(config, **changes)), partial(Training, setup=setup))
         for name, (setup, changes) in choose_plans(config).items()
     }
+    # Time and predict all plans, and then count their bytes.
     found = measure(config, makers)
     for name, (task, make) in makers.items() if config.memory else ():
         say(f"bytes of {name}")
         found[name] |= memory_of(task, make, config.memory)
     head = ["plan", "step ms", "predicted", "bubble", "predicted", "peak MB", "predicted"]
     rows = [head, *(make_row(name, each) for name, each in found.items())]
-    apart = {name: each["predicted_bubble"] - each["bubble"] for name, each in found.items()}
-    worst = max(apart, key=lambda name: abs(apart[name]))
-    notes = [*NOTES, f"furthest apart: {100 * apart[worst]:+.1f} points, {worst}"]
+    errors = {name: each["predicted_bubble"] - each["bubble"] for name, each in found.items()}
+    worst = max(errors, key=lambda name: abs(errors[name]))
+    notes = [*NOTES, f"furthest apart: {100 * errors[worst]:+.1f} points, {worst}"]
     return Result(rows, notes, {"plans": found})
 
 
 def make_row(name: str, found: Found) -> list[str]:
+    """Return a plan's row of the table, in which each measured number precedes its prediction."""
     cells = [f"{1e3 * found[key]:.1f}" for key in ("seconds", "predicted_seconds")]
     cells += [f"{found[key]:.1%}" for key in ("bubble", "predicted_bubble")]
     peaks = [found.get(key) for key in ("peak_bytes", "predicted_peak_bytes")]
@@ -86,6 +89,7 @@ def measure(config: BenchConfig, makers: dict[str, tuple[BenchTask, Maker]]) -> 
     both."""
     mesh, machines = next(iter(makers.values()))[0].mesh, []
     with start_contenders(makers) as entries:
+        # Each plan's step has an observer, and the machine is measured in turn with them.
         lowered = {name: entry.contender.lower(*entry.batches[0]) for name, entry in entries.items()}
         watches = {name: Waiting(each.schedule) for name, each in lowered.items()}
         waited: dict[str, list[float]] = {name: [] for name in entries}
@@ -95,6 +99,8 @@ def measure(config: BenchConfig, makers: dict[str, tuple[BenchTask, Maker]]) -> 
         works["machine"] = lambda: machines.append(fs.Hardware.measure(mesh))
         say(f"{config.rounds} rounds of {', '.join(works)}")
         seconds = interleave(works, config.rounds, seed=config.seed)
+
+        # The bubble is the ranks' mean share of a step's seconds.
         found: Found = {}
         for name, each in lowered.items():
             waits = reduce_over_ranks(waited[name][1:], dist.ReduceOp.SUM)
@@ -106,12 +112,12 @@ def measure(config: BenchConfig, makers: dict[str, tuple[BenchTask, Maker]]) -> 
                 "predicted_bubble": median(line.bubble for line in lines),
                 "predicted_peak_bytes": each.memory_analysis().peak_bytes,
             }  # fmt: skip
-        del works, entries
+        del works, entries  # the context frees the contenders
     return found
 
 
 def make_step(entry: Entry, watch: Waiting, waited: list[float]) -> Callable[[], Any]:
-    """Return a step that notes how long this rank has waited in it."""
+    """Return a function that makes a step, and appends the seconds that this rank has waited in it."""
     training: Training = entry.contender
 
     def step() -> None:

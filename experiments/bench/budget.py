@@ -36,6 +36,7 @@ def run(config: BenchConfig, folder: Path) -> Result:
 
     All ways make steps of some 4,096 positions. Tokens are those of records, without padding.
     """
+    # Build the job in each way, and make a step, which compiles.
     folder.mkdir(parents=True, exist_ok=True)
     model, files = folder / "model", write_records(folder)
     if not model.exists():
@@ -49,7 +50,7 @@ def run(config: BenchConfig, folder: Path) -> Result:
         composed = fit_to_machine(compose(finetune.COMMAND, words).config)
         parts = finetune.build(finetune.prepare(composed))
         works[name] = make_stepper(parts)
-        works[name]()  # compiles
+        works[name]()
         rows = parts.data.rows
         lowered = parts.step.lower(parts.planned.tuning.params, parts.batch)
         found[name] = {
@@ -57,6 +58,8 @@ def run(config: BenchConfig, folder: Path) -> Result:
             "positions": parts.tokens,
             "predicted_peak_bytes": lowered.memory_analysis().peak_bytes,
         }
+
+    # Time their steps.
     say(f"{config.rounds} rounds of {', '.join(works)}")
     table = [["", "padding", "tokens/s", "step ms", "predicted peak MB"]]
     for name, seconds in interleave(works, config.rounds, seed=config.seed).items():
@@ -72,11 +75,11 @@ def run(config: BenchConfig, folder: Path) -> Result:
 
 def write_records(folder: Path) -> dict[str, Path]:
     """Write samples and pairs whose lengths are spread like those of instructions: most are short."""
-    draw = np.random.default_rng(0)
-    sizes = np.clip(draw.lognormal(4.0, 0.9, RECORDS), 6, LONGEST).astype(int)
+    random = np.random.default_rng(0)
+    sizes = np.clip(random.lognormal(4.0, 0.9, RECORDS), 6, LONGEST).astype(int)
 
     def text(size: int) -> str:
-        return "".join(chr(97 + each) for each in draw.integers(0, 26, size))
+        return "".join(chr(97 + letter) for letter in random.integers(0, 26, size))
 
     records = [(f"q: {text(8)}", text(size), text(max(4, size // 2))) for size in sizes]
     samples = [{"prompt": prompt, "response": answer} for prompt, answer, _ in records]

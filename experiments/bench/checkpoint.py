@@ -39,6 +39,7 @@ SAVES = {"alone": None, "with async saves": fs.checkpoint.save_async, "with sync
 
 def run(config: BenchConfig, folder: Path) -> Result:
     """Are saves and restores as fast as torch.distributed.checkpoint's, and what does a save cost a step?"""
+    # Time saves and restores, and then windows of steps without and with saves.
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     task = make_task(config)
     training = Training(task, Setup())
@@ -50,8 +51,12 @@ def run(config: BenchConfig, folder: Path) -> Result:
         for number in range(-1, config.rounds):  # the first round warms up
             for kind in random.Random(number).sample(list(SAVES), len(SAVES)):
                 work = partial(run_window, config, training, step, place, SAVES[kind])
-                windows[kind] += reduce_over_ranks([time_work(work)])[: number + 1]
+                seconds_of_window = reduce_over_ranks([time_work(work)])
+                if number >= 0:
+                    windows[kind] += seconds_of_window
                 clear_folder(place)
+
+    # A line for saves, for restores, and for each kind of window.
     leaves = as_tensors(training, training.state)
     megabytes = sum(t.numel() * t.element_size() for t in leaves.values()) / 1e6  # DTensors count the whole
     rows = [["", "the first", "the second", "ratio of pairs", "quartiles"]]
@@ -61,19 +66,14 @@ def run(config: BenchConfig, folder: Path) -> Result:
     alone, *others = windows
     for kind in others:
         shown = [f"{1e3 * median(windows[name]):.2f}" for name in (alone, kind)]
-        rows.append(
-            [
-                f"{config.steps} steps, ms: {alone}, {kind}",
-                *shown,
-                *compare_pairs(windows[alone], windows[kind]),
-            ]
-        )
+        label = f"{config.steps} steps, ms: {alone}, {kind}"
+        rows.append([label, *shown, *compare_pairs(windows[alone], windows[kind])])
     note = f"{megabytes:.0f} MB of state in {len(leaves)} leaves; a save every {config.every} steps"
     return Result(rows, ["", note], {"seconds": seconds, "windows": windows, "megabytes": megabytes})
 
 
 def compare_pairs(first: Sequence[float], second: Sequence[float]) -> tuple[str, str]:
-    """Return the median and the quartiles of the second's times by the first's, round by round."""
+    """Return the median and the quartiles over rounds of the second's times by the first's."""
     low, middle, high = quartiles([b / a for a, b in zip(first, second, strict=True)])
     return f"{middle:.2f}", f"{low:.2f} to {high:.2f}"
 
@@ -92,6 +92,7 @@ def measure_throughput(
         dcp.load(fresh, storage_reader=dcp.FileSystemReader(path))
         return fresh
 
+    # Each work is a function of the path.
     saves = {
         OURS: lambda path: fs.checkpoint.save(path, state),
         OTHER: lambda path: dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path)),
@@ -105,11 +106,12 @@ def measure_throughput(
         say(f"round {number + 1} of {config.rounds}")
         for kind, each in out.items():
             for name in random.Random(number).sample((OURS, OTHER), 2):
-                got, seconds = time_alone((saves if kind == "save" else loads)[name], folder / name)
+                work = saves[name] if kind == "save" else loads[name]
+                result, seconds = time_alone(work, folder / name)
                 if number >= 0:
                     each[name] += reduce_over_ranks([seconds])
-                elif kind != "save":
-                    compare(tensors, got)
+                elif kind == "restore":
+                    compare(tensors, result)
         clear_folder(folder)
     return out
 
@@ -117,8 +119,7 @@ def measure_throughput(
 def run_window(
     config: BenchConfig, training: Training, step: Callable[[], Tensor], folder: Path, save: Callable | None
 ) -> None:
-    """Run `config.steps` steps, of which every `config.every`th saves, and wait until all saves are
-    written."""
+    """Run `config.steps` steps, every `config.every`th of which saves, and wait for all saves."""
     for number in range(config.steps):
         float(step())
         if number % config.every == 0 and save is not None:
@@ -127,7 +128,7 @@ def run_window(
 
 
 def time_alone(work: Callable[[Path], Any], path: Path) -> tuple[Any, float]:
-    """Run and time a work from a common start of all ranks, when the disk has nothing left to do."""
+    """Run and time a work from a common start of all ranks, when the disk is idle."""
     if rank() == 0:
         os.sync()
     barrier()
@@ -161,13 +162,13 @@ def clear_folder(folder: Path) -> None:
         shutil.rmtree(path)
 
 
-def compare(saved: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> None:
-    """Check that both hold the same bits. If they do not, nothing was measured.
+def compare(saved: Mapping[str, Tensor], restored: Mapping[str, Tensor]) -> None:
+    """Check that both hold the same bits, since times of wrong restores would mean nothing.
 
     Raises:
         AssertionError: a tensor is not what was saved.
     """
     for name, tensor in saved.items():
-        a, b = (t.to_local() if isinstance(t, DTensor) else t for t in (tensor, got[name]))
+        a, b = (t.to_local() if isinstance(t, DTensor) else t for t in (tensor, restored[name]))
         if not torch.equal(a, b):
             raise AssertionError(f"{name} is not what was saved")

@@ -1,5 +1,7 @@
-"""The cases of the bench and their options, which are read without Hydra, since a bare GPU machine lacks
-it."""
+"""The cases of the bench and their options, which can be read without Hydra.
+
+A bare GPU machine lacks Hydra.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,12 @@ NARROW = ("full_shard_fp8",)  # fnshard's, with products in eight bits
 
 @dataclass(frozen=True)
 class Case:
-    """Something that the bench measures.
+    """A measurement of the bench.
 
     Args:
         function: "module:name" in this package, of a function `(config, folder) -> Result` whose docstring is
             the question that it answers.
-        defaults: the values of options that are None in this case on a CPU, where they are not those of
+        defaults: the values of options that are None in this case on a CPU, if they differ from those of
             `CPU`.
         on_ranks: whether `config.ranks` processes run it together, or the process of the command does.
     """
@@ -44,7 +46,7 @@ class Case:
 
     @property
     def run(self) -> Callable[[BenchConfig, Path], Any]:
-        """Import the function, which waits until it is needed, since one case may lack what another needs."""
+        """Import the function. It is imported late, since one case may need a package that others do not."""
         module, _, name = self.function.partition(":")
         return getattr(import_module(f"experiments.bench.{module}"), name)
 
@@ -151,7 +153,10 @@ class BenchConfig:
 
     @property
     def store_dtype(self) -> torch.dtype:
-        """The dtype of fnshard's parameters between steps: fp32 takes fewer bytes than bf16 and a master."""
+        """Return the dtype of fnshard's parameters between steps.
+
+        On a CPU it is fp32, which takes fewer bytes than bf16 with a master copy.
+        """
         return self.compute_dtype if self.device == "cuda" else torch.float32
 
     @property
@@ -169,7 +174,8 @@ class BenchConfig:
 
     def words(self) -> list[str]:
         """Return the command line of this configuration, as `read` takes it."""
-        return [f"{k}={json.dumps(v)}" for k, v in dataclasses.asdict(self).items() if v is not None]
+        values = dataclasses.asdict(self)
+        return [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
 
 
 def read(words: Sequence[str]) -> BenchConfig:
@@ -205,16 +211,22 @@ def complete(config: BenchConfig) -> BenchConfig:
     counts = ("ranks", "rounds", "steps", "warmup", "rows", "length", "every", "tensor", "context",
               "pipeline", "accumulate")  # fmt: skip
     least = dict.fromkeys(counts, 1) | {"losses": 0, "memory": 0}
+
+    # Each value alone: it is one of a few, or a count.
     problems = []
     for name, value in vars(config).items():
-        values = value if isinstance(value, tuple) else () if value is None else (value,)
+        if value is None:
+            continue
+        values = value if isinstance(value, tuple) else (value,)
         if name in choices:
             known = choices[name]
             problems += [f"{name}={v}: one of {', '.join(known)}." for v in values if v not in known]
-            problems += [f"{name}: at least one of {', '.join(known)}."] if value == () else []
+            if not values:
+                problems.append(f"{name}: at least one of {', '.join(known)}.")
         elif name in least:
             problems += [f"{name}={v}: must be {least[name]} or more." for v in values if v < least[name]]
-    # What depends on several values is asked once each of them may be.
+
+    # Values together, which are checked only if each of them is right.
     splits = {name: getattr(config, name) for name in ("tensor", "context", "pipeline")}
     if not problems and config.ranks % math.prod(splits.values()):
         split = " times ".join(f"{name}={size}" for name, size in splits.items() if size > 1)

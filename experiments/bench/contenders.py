@@ -1,5 +1,4 @@
-"""The contenders: all train one model with AdamW from the same parameters, and differ in who runs the
-step."""
+"""The contenders: all train one model with AdamW from the same parameters, each by a step of its own."""
 
 from __future__ import annotations
 
@@ -56,10 +55,10 @@ def make_task(config: BenchConfig) -> BenchTask:
 
 @dataclass(frozen=True)
 class Contender:
-    """Something that runs steps: `run(tokens, targets)` trains one, and gives this rank's loss or all ranks'
-    mean.
+    """A contender, which runs steps.
 
     Args:
+        run: trains one step, and returns this rank's loss or all ranks' mean.
         trains: whether its losses are those of a training on all ranks' batches.
     """
 
@@ -67,7 +66,7 @@ class Contender:
     trains: bool = True
 
     def transport_bytes(self) -> int:
-        """Count the bytes of its own communication that no allocator shows."""
+        """Count the bytes that its communication holds and no allocator shows."""
         return 0
 
     def close(self) -> None:
@@ -75,7 +74,7 @@ class Contender:
 
 
 def repeat_step(contender: Contender | Training, batches: Iterable[Batch]) -> Callable[[], Tensor]:
-    """Make a function that runs a step on the next of some batches, which come again and again."""
+    """Make a function that runs a step on the next of some batches, which repeat without end."""
     feed = cycle(list(batches))
     return lambda: contender.run(*next(feed))
 
@@ -84,9 +83,9 @@ def repeat_step(contender: Contender | Training, batches: Iterable[Batch]) -> Ca
 
 
 def ddp(task: BenchTask) -> Contender:
-    """Train with DistributedDataParallel, eager but for the loss, which is compiled.
+    """Train with DistributedDataParallel, which is eager. Only the loss is compiled.
 
-    In bf16 it takes autocast, and torch's hook for a bf16 wire.
+    In bf16 it uses autocast, and torch's hook for a bf16 wire.
     """
     device = task.mesh.device
     model = nn.parallel.DistributedDataParallel(
@@ -171,9 +170,11 @@ def limit(task: BenchTask) -> Contender:
     this rank's share of the leaves.
     """
     model = copy.deepcopy(task.model).to(task.mesh.device, task.config.compute_dtype)
+
+    # Leaves are shared out from the largest to the smallest, each to the rank that has least so far.
     leaves = sorted(model.parameters(), key=torch.numel, reverse=True)
     shares: list[list[nn.Parameter]] = [[] for _ in range(task.mesh.size)]
-    for leaf in leaves:  # the largest comes first, and goes to the rank that has least
+    for leaf in leaves:
         min(shares, key=lambda share: sum(p.numel() for p in share)).append(leaf)
     mine = shares[task.mesh.rank]
     masters = [p.detach().float() for p in mine] if task.is_mixed else mine
@@ -211,7 +212,7 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Setup:
-    """One way in which fnshard trains.
+    """A way in which fnshard trains.
 
     Args:
         optimizer: a name of `OPTIMIZERS`.
@@ -264,7 +265,7 @@ class Training:
         self.begin()
 
     def begin(self) -> None:
-        """Go back to the first state."""
+        """Return to the first state."""
         self.state = None  # frees the last one before a new one is made
         self.state = self.step.init({path: leaf.detach() for path, leaf in self._params.items()})
 
@@ -296,7 +297,7 @@ CONTENDERS: dict[str, Callable[[BenchTask], Contender | Training]] = {
 }
 
 
-# ------------------------------------------------------------------ what they must agree with
+# ------------------------------------------------------------------ the reference, and batches
 
 
 def reference_losses(task: BenchTask, batches: Iterable[Batch]) -> list[float]:
@@ -325,8 +326,8 @@ def reference_losses(task: BenchTask, batches: Iterable[Batch]) -> list[float]:
 
 
 def global_batches(task: BenchTask, steps: int) -> Iterator[Batch]:
-    """Yield the batches of all ranks together. They are noisy counting, so that there is a pattern to
-    learn."""
+    """Yield the batches of all ranks together. They count upwards with noise, a pattern that can be
+    learned."""
     config, vocab = task.config, task.model.config.vocab
     rows, length = task.mesh.data_size * config.rows, config.length + 1
     for step in range(steps):

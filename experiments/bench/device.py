@@ -1,4 +1,4 @@
-"""The questions that the case `gpu` asks of a device: a GPU answers them, and on a CPU a stub does."""
+"""The device of the case `gpu`: a GPU, or on a CPU a stub that answers the same questions."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class Device(Protocol):
     """A device that runs steps.
 
-    `prepare` comes before anything is measured. `clock_and_power` is one line of nvidia-smi, or "".
-    `peak_bytes` counts from `reset_peak` on; on a CPU it is the process's own peak. `refuse_waits` makes a
-    wait of the host for the device an error. `is_well` says whether the device still answers: after an
+    `prepare` is called before anything is measured. `clock_and_power` is one line of nvidia-smi, or "".
+    `peak_bytes` counts from `reset_peak` on; on a CPU it is the process's own peak. `refuse_waits` makes it
+    an error if the host waits for the device. `is_well` tells whether the device still answers: after an
     illegal access nothing runs on a GPU any more.
     """
 
@@ -40,7 +40,7 @@ class Device(Protocol):
 
 
 class Gpu:
-    """The current CUDA device."""
+    """A GPU, the current CUDA device."""
 
     def prepare(self) -> None:
         """Let cuBLAS allocate the workspace that it keeps, so that no contender's memory contains it."""
@@ -88,7 +88,7 @@ class Gpu:
 
     @contextmanager
     def refuse_waits(self) -> Iterator[None]:
-        """Raise where the host waits for the device."""
+        """Raise an error if the host waits for the device within this context."""
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -98,7 +98,7 @@ class Gpu:
 
 
 class Stub:
-    """A CPU in the place of a GPU: bytes are those of the process, and nothing waits."""
+    """A stub of a CPU in the place of a GPU. Bytes are those of the process, and nothing waits."""
 
     def prepare(self) -> None:
         """Do nothing: a CPU keeps no workspace."""
@@ -119,7 +119,8 @@ class Stub:
         """Do nothing: a process has one peak."""
 
     def peak_bytes(self) -> int:
-        most = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # which the kernel updates late
+        # The kernel updates the maximum late, so it may be below the bytes of this moment.
+        most = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return max(most, self.allocated_bytes())
 
     def clock_and_power(self) -> str:

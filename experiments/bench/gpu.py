@@ -2,11 +2,11 @@
 
     python -m experiments.bench case=gpu device=cuda until=540
 
-A stage is a process with a budget of seconds, and has a file, `STAGE.json`, that is written again whenever a
-part of it has found something: what ends the process or the command takes away nothing that was found before.
-A part that fails, or that this PyTorch lacks something for, is named there, and the next part goes on, in a
-new process where the old one has died. `until=` cuts between stages: one begins only where its whole budget
-is left. While the first stage looks whether anything works, other processes compile the steps of the second.
+A stage is a process with a budget of seconds. It has a file, `STAGE.json`, that is written again whenever a
+part of it has found something, so nothing is lost if the process or the command ends. A part that fails, or
+that needs something that this PyTorch lacks, is named there, and the next part begins, in a new process if
+the old one has died. A stage begins only if its whole budget is left before `until=`. While the first stage
+checks whether anything works, other processes compile the steps of the second.
 
 A machine without a network needs PyTorch, NumPy, pytest and a wheel of optree. A CPU stands in for the GPU
 where the case is rehearsed (`device=cpu`). `python -m experiments.bench.gpu STAGE FOLDER PARTS key=value...`
@@ -43,19 +43,19 @@ from fnshard.analysis.tables import columns
 from fnshard.launcher.rank import end_with_parent
 from fnshard.plot.scales import digits
 
-LEAST_S = 20.0  # with less than this a stage that takes what is left does not begin
-AHEAD_S = 60.0  # that the second stage waits at most for what is compiled ahead
+LEAST_S = 20.0  # a stage that takes all the time that is left begins only with more than this
+AHEAD_S = 60.0  # the second stage waits no longer for the steps that are compiled ahead
 AHEAD = "ahead"
 
 
 @dataclass(frozen=True)
 class Part:
-    """Something that is measured.
+    """A part of a stage, which measures something.
 
     Args:
-        run: yields what it has found, again and again; the folder is for what is larger.
-        targets: the names that the table shows, and what is expected.
-        gpu: whether a CPU has nothing of the kind.
+        run: a generator of findings, of `(config, folder)`. The folder is for large ones.
+        targets: the names of findings that the table shows, with the values that are expected.
+        gpu: whether it needs a GPU.
     """
 
     run: Callable[[BenchConfig, Path], Iterator[Found]]
@@ -65,13 +65,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Stage:
-    """Parts that share a process and a budget of seconds; None: what is left."""
+    """A stage of the ladder: parts that share a process and a budget of seconds.
+
+    Args:
+        seconds: the budget; None takes all the time that is left.
+    """
 
     seconds: float | None
     parts: Mapping[str, Part]
 
 
-# Milliseconds of a step that are expected of an H200, bf16, 2 rows of 4096.
+# The milliseconds that are expected of a step on an H200, in bf16, with 2 rows of 4096.
 EXPECTED = {"products": "78", "attention": "22 to 33", "elementwise": "17", "update": "7 to 8", "casts": "0",
             "communication": "0", "idle": "2 to 3"}  # fmt: skip
 SHARES = {
@@ -140,6 +144,7 @@ def run(config: BenchConfig, folder: Path) -> Result:
                 reason = f"not started: {wanted:g} s are not left before until={config.until:g} s"
                 write_stage(place, name, {"failures": dict.fromkeys(names, reason)}, kept=config.parts)
             else:
+                # Later stages measure, and share the machine with no process that compiles.
                 if name != next(iter(STAGES)):
                     wait_or_kill(ahead, AHEAD_S)
                     ahead.clear()
@@ -151,17 +156,23 @@ def run(config: BenchConfig, folder: Path) -> Result:
 
 
 def choose_parts(config: BenchConfig) -> dict[str, list[str]]:
-    """Return the parts to run by stage: those that the device has, and `parts=` names.
+    """Return the names of the parts to run, by stage.
+
+    They are those that the device can run, and that `parts=` names by stage, by name or as "stage.name".
 
     Raises:
-        ConfigError: there are none of these names.
+        ConfigError: a name is unknown.
     """
-    known = {f"{stage}.{name}": part for stage, own in STAGES.items() for name, part in own.parts.items()}
-    chosen = {word: [full for full in known if word in (full, *full.split(".", 1))] for word in config.parts}
-    unknown = [word for word, found in chosen.items() if not found]
+    known = {f"{name}.{part}": run for name, stage in STAGES.items() for part, run in stage.parts.items()}
+    wanted, unknown = set(), []
+    for word in config.parts:
+        matches = [full for full in known if word in (full, *full.split(".", 1))]
+        wanted.update(matches)
+        if not matches:
+            unknown.append(word)
     if unknown:
         raise ConfigError(f"parts={','.join(unknown)}: any of {', '.join([*STAGES, *known])}.")
-    wanted = {full for found in chosen.values() for full in found} or set(known)
+    wanted = wanted or set(known)
     todo: dict[str, list[str]] = {}
     for full, part in known.items():
         if full in wanted and (config.device == "cuda" or not part.gpu):
@@ -184,8 +195,10 @@ def exit_on_sigterm() -> Iterator[None]:
 def compile_ahead(
     config: BenchConfig, place: Path, todo: Mapping[str, Sequence[str]]
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Make a step of each racer in a process of its own while the first stage runs, so that the second one
-    finds its kernels in the cache."""
+    """Make a step of each racer in a process of its own, so that the second stage finds its kernels cached.
+
+    The processes run beside the first stage.
+    """
     names = RACERS if config.backend == "inductor" and {"works", "speed"} <= set(todo) else ()
     children = []
     try:
@@ -197,7 +210,7 @@ def compile_ahead(
 
 
 def start_child(words: Sequence[str], config: BenchConfig, log: Path) -> subprocess.Popen[bytes]:
-    """Start a process of this module, and of a session of its own, which `wait_or_kill` ends."""
+    """Start a process of this module in a session of its own, which `wait_or_kill` ends."""
     command = [sys.executable, "-u", "-m", "experiments.bench.gpu", *words, *config.words()]
     env = {**os.environ, **ranks.environment(config)}
     with log.open("ab") as out:
@@ -207,7 +220,7 @@ def start_child(words: Sequence[str], config: BenchConfig, log: Path) -> subproc
 
 
 def wait_or_kill(children: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[int | None]:
-    """Wait for processes, and kill those that are not done by then, with all that they have started.
+    """Wait for processes, and kill those that are not done in time, with all that they have started.
 
     Returns:
         Their exit codes; None for one that was killed.
@@ -227,7 +240,7 @@ def wait_or_kill(children: Sequence[subprocess.Popen[bytes]], seconds: float) ->
 
 
 def run_stage(name: str, names: Sequence[str], config: BenchConfig, place: Path, seconds: float) -> None:
-    """Run parts of a stage in a process; if a part ends the process, run those after it in another one."""
+    """Run parts of a stage in a process. If a part ends the process, run those after it in another one."""
     say(f"{name}: {', '.join(names)}, at most {seconds:.0f} s")
     end, log, todo = time.monotonic() + seconds, place / "log.txt", list(names)
     write_stage(place, name, {}, kept=config.parts)
@@ -238,14 +251,20 @@ def run_stage(name: str, names: Sequence[str], config: BenchConfig, place: Path,
         failures, left = found["failures"], [part for part in todo if part not in found["done"]]
         if not left:
             return
+
+        # The part that ran when the process ended comes first.
         running = found.pop("running", None)
-        last, *rest = sorted(left, key=lambda part: part != running)
+        last, *later = sorted(left, key=lambda part: part != running)
+
+        # The time is over.
         if code is None:
             failures[last] = f"not done after {seconds:.0f} s"
-            failures |= dict.fromkeys(rest, f"not started: the stage's {seconds:.0f} s are over")
+            failures |= dict.fromkeys(later, f"not started: the stage's {seconds:.0f} s are over")
             write_stage(place, name, found)
             return
-        if running or left == todo:  # else it left by itself, between two parts
+
+        # The part has ended the process. If none ran, the process has left by itself, between two parts.
+        if running or left == todo:
             text = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             failures[last] = f"ended with {code}: {(text or [''])[-1]:.300}"
             found["done"].append(last)
@@ -262,10 +281,10 @@ def stage_file(place: Path, name: str) -> Path:
 
 
 def write_stage(place: Path, name: str, found: Found, kept: Sequence[str] = ()) -> None:
-    """Write a stage's file anew, at once.
+    """Write a stage's file.
 
     Args:
-        kept: with any, what other parts have found in an earlier run stays.
+        kept: if there are any, the findings of an earlier run's parts stay.
     """
     before = read_json(stage_file(place, name)) if kept else {}
     blank = {"parts": before.get("parts", {}), "failures": {}, "seconds": {}, "done": []}
@@ -273,21 +292,25 @@ def write_stage(place: Path, name: str, found: Found, kept: Sequence[str] = ()) 
 
 
 def read_stages(place: Path) -> dict[str, Found]:
-    return {name: found for name in STAGES if (found := read_json(stage_file(place, name)))}
+    stages = {name: read_json(stage_file(place, name)) for name in STAGES}
+    return {name: found for name, found in stages.items() if found}
 
 
 def make_table(stages: Mapping[str, Found]) -> list[list[str]]:
-    """Return rows of what has a target or was found; cells are empty where a part has not run or a CPU cannot
-    tell."""
+    """Return a row for each target and each further finding. A cell is empty if the part has not run, or the
+    device cannot tell."""
     rows = [["stage", "part", "what", "measured", "target"]]
     for name, stage in STAGES.items():
-        own = stages.get(name, {})
+        findings, failures = (stages.get(name, {}).get(key, {}) for key in ("parts", "failures"))
         for part_name, part in stage.parts.items():
-            found, reason = own.get("parts", {}).get(part_name, {}), own.get("failures", {}).get(part_name)
-            rows += [[name, part_name, "failed", reason, ""]] if reason else []
-            more = [what for what, value in found.items() if what not in part.targets and is_short(value)]
-            for what, target in [*part.targets.items(), *((what, "") for what in more)]:
+            found = findings.get(part_name, {})
+            if part_name in failures:
+                rows.append([name, part_name, "failed", failures[part_name], ""])
+            for what, target in part.targets.items():
                 rows.append([name, part_name, what, format_value(found.get(what, "")), target])
+            for what, value in found.items():
+                if what not in part.targets and is_short(value):
+                    rows.append([name, part_name, what, format_value(value), ""])
     return rows
 
 
@@ -310,7 +333,11 @@ def format_value(value: Any) -> str:
 
 
 def run_parts(name: str, names: Sequence[str], config: BenchConfig, place: Path) -> bool:
-    """Run parts one after another, and write what each yields at once; return whether the device is well."""
+    """Run parts one after another, and write what each yields at once.
+
+    Returns:
+        Whether the device is well, so that further parts may run in this process.
+    """
     record = read_json(stage_file(place, name))
     if config.backend == "inductor" and config.device == "cuda" and not importlib.util.find_spec("triton"):
         record["missing"] = "Triton is not installed: all steps are eager, PyTorch's own too."
@@ -333,6 +360,8 @@ def run_parts(name: str, names: Sequence[str], config: BenchConfig, place: Path)
         record["done"].append(part)
         record["running"], record["seconds"][part] = None, time.monotonic() - began
         write_stage(place, name, record)
+
+        # After an illegal access no further part could run in this process.
         if part in record["failures"] and not DEVICES[config.device].is_well():
             print(f"{part}: the device does not answer any more", file=sys.stderr)
             return False
@@ -341,7 +370,7 @@ def run_parts(name: str, names: Sequence[str], config: BenchConfig, place: Path)
 
 
 def main(name: str, place: Path, names: Sequence[str], config: BenchConfig) -> None:
-    """Be a stage, or make a contender's step ahead, until the ladder ends."""
+    """Run a stage, or make a contender's step ahead. The process ends with the ladder's."""
     end_with_parent(signal.SIGKILL, os.getppid())
     ranks.join(config, group=False)
     code = 0

@@ -1,4 +1,4 @@
-"""The parts of the case `gpu`: what is measured, each a generator of what it has found so far."""
+"""The parts of the case `gpu`: each is a generator, which yields its findings as soon as there are any."""
 
 from __future__ import annotations
 
@@ -48,15 +48,18 @@ from experiments.bench.measure import interleave, ratio, release, say, time_work
 from experiments.lib.decoder import Decoder, loss_function, next_token_loss
 from fnshard.plot.scales import byte_text, digits
 
-Found = dict[str, Any]  # by what is measured: a number, a text or several; "raw" is not shown
+Found = dict[str, Any]  # findings by name, each a number, a text or several; "raw" is not shown
 OURS, COMPILED = "full_shard", "fsdp2_compiled"
 RACERS = (OURS, "limit", COMPILED)
-GROUPED = (COMPILED, "fsdp2", "ddp")  # what torch makes of a process group
+GROUPED = (COMPILED, "fsdp2", "ddp")  # torch's own, which need a process group
 
 
 class Trained(Training):
-    """A training by `full_shard`, whose `make_step()` takes batches in turn, which lie on the device or on
-    the `host`."""
+    """A training by `full_shard`, whose `make_step()` takes batches in turn.
+
+    Args:
+        host: whether the batches are on the host, rather than on the device.
+    """
 
     def __init__(self, config: BenchConfig, setup: Setup | None = None, host: bool = False):
         task = make_task(config)
@@ -81,19 +84,20 @@ def shrink(config: BenchConfig) -> BenchConfig:
     return replace(config, size="tiny", length=min(config.length, 256))
 
 
-# ------------------------------------------------------------------ does it work
+# ------------------------------------------------------------------ whether it works
 
 
 def versions(config: BenchConfig, folder: Path) -> Iterator[Found]:
     """Name the software and the device."""
     device = DEVICES[config.device]
-    found = [f"torch {torch.__version__}", f"Python {platform.python_version()}", *device.describe()]
-    yield {"versions": found, "clock, power": device.clock_and_power()}
+    software = [f"torch {torch.__version__}", f"Python {platform.python_version()}"]
+    yield {"versions": software + device.describe(), "clock, power": device.clock_and_power()}
 
 
 def presets(config: BenchConfig, folder: Path) -> Iterator[Found]:
     """Make two steps of every preset in fp64, and find the largest difference of a loss or a parameter from
     plain PyTorch's."""
+    # Train with plain PyTorch, from a copy of the first parameters.
     config, steps = shrink(config), 2
     torch.manual_seed(config.seed)
     model = Decoder(config.model).to(config.device, torch.float64)
@@ -104,8 +108,11 @@ def presets(config: BenchConfig, folder: Path) -> Iterator[Found]:
     loss_fn, params = loss_function(model)
     params = {path: leaf.detach().clone() for path, leaf in params.items()}
     truth = train_plainly(model, feed)
-    mesh, apart = fs.make_mesh(shard=1, device=config.device), {}
-    for preset, name in {preset: name for name, preset in fs.presets.PRESETS.items()}.items():  # no aliases
+
+    # Train by each preset, of whose names only one is taken if it has several.
+    mesh, differences = fs.make_mesh(shard=1, device=config.device), {}
+    names = {preset: name for name, preset in fs.presets.PRESETS.items()}
+    for preset, name in names.items():
         specs = preset(params, mesh)
         step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=fs.optim.adamw(**ADAMW), backend="eager")
         state, losses = step.init(params), []
@@ -113,14 +120,15 @@ def presets(config: BenchConfig, folder: Path) -> Iterator[Found]:
             state, metrics = step(state, *batch)
             losses.append(metrics["loss"])
         values = {**{f"loss {i}": loss for i, loss in enumerate(losses)}, **state.params}
-        apart[name] = max(
+        differences[name] = max(
             float((values[key].double().cpu() - truth[key].double().cpu()).abs().max()) for key in truth
         )
-        yield {"presets, fp64, off by": f"{max(apart.values()):.1e}", "raw": {"off by": apart}}
+        worst = max(differences.values())
+        yield {"presets, fp64, off by": f"{worst:.1e}", "raw": {"off by": differences}}
 
 
 def train_plainly(model: Decoder, feed: Sequence[Batch]) -> dict[str, Tensor]:
-    """Train a module as PyTorch's users do; return its losses and its parameters."""
+    """Train a module as PyTorch's users do, and return its losses and its parameters."""
     optimizer, values = torch.optim.AdamW(model.parameters(), **ADAMW), {}
     for number, (tokens, targets) in enumerate(feed):
         loss = next_token_loss(model(tokens), targets)
@@ -144,7 +152,7 @@ def compiled_steps(config: BenchConfig, folder: Path) -> Iterator[Found]:
     yield {"losses of five steps": losses, "attention's kernels": [f"{n} {k}" for k, n in attention.items()]}
 
 
-# What a step has besides; each may bring a wait for the device of its own.
+# Features of a step, each of which might make the host wait for the device.
 VARIANTS = {
     "plain": Setup(),
     "dropout": Setup(dropout=0.1),
@@ -154,14 +162,17 @@ VARIANTS = {
 
 
 def syncs(config: BenchConfig, folder: Path) -> Iterator[Found]:
-    """Find the first place where steps 3 to 6, on batches of the host, wait for the device; a CPU cannot
-    tell."""
+    """Find the first place where steps 3 to 6, on batches of the host, wait for the device.
+
+    The result is unknown on a CPU.
+    """
     for name, setup in VARIANTS.items():
         yield {name: find_wait(Trained(shrink(config), setup, host=True))}
 
 
 def find_wait(training: Trained) -> str:
-    for _ in range(2):
+    """Return the place of the first wait, "silent" if there is none, or "unknown" on a CPU."""
+    for _ in range(2):  # the first steps compile, and may wait
         training.make_step()
     try:
         with DEVICES[training.config.device].refuse_waits():
@@ -173,24 +184,30 @@ def find_wait(training: Trained) -> str:
 
 
 def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; "" if it has none."""
     return next(iter(str(error).strip().splitlines()), "")
 
 
 def find_place(error: BaseException) -> str:
-    """Return the innermost line of fnshard that an error went through, else the innermost of all."""
+    """Return the innermost line of fnshard that an error went through; without any, the innermost of all."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = next((f for f in reversed(frames) if f"{os.sep}fnshard{os.sep}" in f.filename), frames[-1])
-    return f"{Path(place.filename).name}:{place.lineno} {place.line}"
+    ours = [frame for frame in frames if f"{os.sep}fnshard{os.sep}" in frame.filename]
+    frame = ours[-1] if ours else frames[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno} {frame.line}"
 
 
-# ------------------------------------------------------------------ how fast is it
+# ------------------------------------------------------------------ how fast it is
 
 
 @dataclass
 class Racer:
-    """A contender that has made its first steps, alone on the device but for those that are there already.
+    """A contender that has made its first steps.
 
-    `peak_bytes` and `rest_bytes`, between two steps, are its own.
+    Args:
+        step: makes the next step.
+        rest_bytes, peak_bytes: its own bytes on the device between two steps, and in a step at most, without
+            those of contenders that started before it.
+        seconds: the seconds of a step, by round.
     """
 
     contender: Contender | Training
@@ -203,13 +220,13 @@ class Racer:
     seconds: list[float] = field(default_factory=list)
 
     def leave(self) -> None:
-        """Leave the device to others; the numbers stay."""
+        """Leave the device to others. The numbers stay."""
         self.contender.close()
         self.contender = self.step = self.batch = None
 
 
 def start_racer(name: str, task: BenchTask) -> Racer:
-    """Make a contender and its first steps."""
+    """Make a contender, and let it make its first steps."""
     say(f"first step of {name}")
     config, device = task.config, DEVICES[task.config.device]
     if name in GROUPED:
@@ -229,17 +246,27 @@ def start_racer(name: str, task: BenchTask) -> Racer:
 
 
 def race(
-    config: BenchConfig, folder: Path, names: Sequence[str] = RACERS, rows: int | None = None, **how: Any
+    config: BenchConfig,
+    folder: Path,
+    names: Sequence[str] = RACERS,
+    rows: int | None = None,
+    alone: bool = False,
 ) -> Iterator[Found]:
-    """Time contenders, and compare `full_shard` with each and with what was predicted.
+    """Time contenders, and compare `full_shard` with each and with its predictions.
 
-    They take turns in every round where the device has room for all; else `alone=True`. One that fails or
-    that this PyTorch lacks is named, and the others go on.
+    One that fails, or that this PyTorch lacks, is named, and the others go on.
+
+    Args:
+        alone: whether the device has room for only one at a time. Otherwise they take turns in every round.
     """
     config = replace(config, rows=rows or config.rows)
     DEVICES[config.device].prepare()
-    task, found, done, lost = make_task(config), Found(), dict[str, Racer](), list[str]()
-    for group in [(name,) for name in names] if how.get("alone") else [names]:
+    task = make_task(config)
+    found: Found = {}
+    done: dict[str, Racer] = {}
+    lost: list[str] = []
+    for group in [(name,) for name in names] if alone else [names]:
+        # Start each of them, and time a few steps at once, so that a run that is cut off has a number.
         alive: dict[str, Racer] = {}
         for name in group:
             try:
@@ -254,15 +281,19 @@ def race(
         if OURS in alive:
             found |= predict(config, alive[OURS])
             yield found
+
+        # Time them in rounds.
         for number in range(config.rounds):
             steps = {name: racer.step for name, racer in alive.items()}
             for name, (seconds,) in interleave(steps, 1, seed=number, **clock_of(config)).items():
                 if number == 0:
-                    alive[name].seconds.clear()  # of when it was alone
+                    alive[name].seconds.clear()  # drop those of its start
                 alive[name].seconds.append(seconds)
             found |= summarize(config, done)
             yield found
         yield {"clock, power": DEVICES[config.device].clock_and_power()}
+
+        # Predict by rates that are measured here, and make room for the next.
         if OURS in alive:
             measured = fs.Hardware.measure(alive[OURS].contender.step.mesh)
             found |= predict(config, alive[OURS], {"measured rates": measured})
@@ -275,12 +306,14 @@ def race(
 
 
 def clock_of(config: BenchConfig) -> Found:
+    """Return the keywords of `time_work` for a sample."""
     return {"steps": config.steps, "device": config.device}
 
 
 def summarize(config: BenchConfig, done: Mapping[str, Racer]) -> Found:
-    """Return a line for each contender, and shares of `full_shard` of the others' numbers."""
-    found, raw = Found(), Found()
+    """Return a line for each contender, and quotients of `full_shard`'s numbers and the others'."""
+    found: Found = {}
+    raw: Found = {}
     for name, racer in done.items():
         middle = median(racer.seconds)
         share = peers.mfu_of(config, middle)
@@ -300,10 +333,10 @@ def summarize(config: BenchConfig, done: Mapping[str, Racer]) -> Found:
 
 
 def predict(config: BenchConfig, racer: Racer, rates: Mapping[str, Any] | None = None) -> Found:
-    """Return the bytes and seconds of a step, predicted over measured.
+    """Return the predicted bytes and seconds of a step as shares of the measured ones.
 
     Args:
-        rates: hardware by a name; by default what the data sheet says of this device.
+        rates: hardware by name; None takes this device's data sheet.
     """
     lowered = racer.contender.lower(*racer.batch)
     if rates is None:
@@ -317,11 +350,11 @@ def predict(config: BenchConfig, racer: Racer, rates: Mapping[str, Any] | None =
 
 
 def make_ahead(config: BenchConfig, name: str) -> None:
-    """Make one step of a contender, for what it leaves in the caches of kernels."""
+    """Make one step of a contender, which fills the caches of kernels."""
     start_racer(name, make_task(replace(config, warmup=1)))
 
 
-# ------------------------------------------------------------------ where does the time go
+# ------------------------------------------------------------------ where the time goes
 
 TRACED = 3  # the steps that are traced
 
@@ -331,11 +364,12 @@ def profile(config: BenchConfig, folder: Path, name: str = OURS) -> Iterator[Fou
 
     `full_shard` leaves its trace in `folder`.
     """
+    # Time steps as they are, and the launches of some.
     device = DEVICES[config.device]
     racer = start_racer(name, make_task(config))
     seconds = median(time_work(racer.step, steps=config.steps, device=config.device) for _ in range(3))
     share = peers.mfu_of(config, seconds)
-    began = time.perf_counter()  # the device has done all before: these launches wait for nothing
+    began = time.perf_counter()  # the device is idle, so these launches wait for nothing
     for _ in range(TRACED):
         racer.step()
     launched = (time.perf_counter() - began) / TRACED
@@ -345,6 +379,8 @@ def profile(config: BenchConfig, folder: Path, name: str = OURS) -> Iterator[Fou
         "launched in, ms": 1e3 * launched,
         "clock, power": device.clock_and_power(),
     }
+
+    # Trace other steps.
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "trace.json"
         with fs.profile.traced(racer.contender.step, path) if name == OURS else torch_trace(config, path):
@@ -360,9 +396,10 @@ def profile(config: BenchConfig, folder: Path, name: str = OURS) -> Iterator[Fou
 
 
 def torch_trace(config: BenchConfig, path: Path) -> Any:
-    """Trace what is not fnshard's."""
-    on_gpu = config.device == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    """Return a context that traces a contender of torch's."""
+    activities = [ProfilerActivity.CPU]
+    if config.device == "cuda":
+        activities.append(ProfilerActivity.CUDA)
 
     def write(profiler: Any) -> None:
         profiler.export_chrome_trace(str(path))
@@ -370,15 +407,19 @@ def torch_trace(config: BenchConfig, path: Path) -> Any:
     return torch.profiler.profile(activities=activities, on_trace_ready=write)
 
 
-# ------------------------------------------------------------------ what else
+# ------------------------------------------------------------------ further measurements
 
 
 def attention(config: BenchConfig, folder: Path) -> Iterator[Found]:
-    """Measure what the device reaches of itself: products, a copy, each kernel of attention forward and
-    backward; and what a stream of lower priority hides of a copy behind products, as it would of updates."""
+    """Measure the device's own rates: of products, a copy, and each kernel of attention forward and backward.
+
+    Also measure how much of a copy on a stream of lower priority is hidden behind products, as updates would
+    be.
+    """
     on_cpu, width = config.device == "cpu", config.model.width // config.model.heads
     make = partial(torch.randn, dtype=config.compute_dtype, device=config.device)
-    a = make(*(2 * [512 if on_cpu else 8192]))
+    size = 512 if on_cpu else 8192
+    a = make(size, size)
     products, copy = (time_call(work, config) for work in (lambda: a @ a, a.clone))
     yield {"products, TFLOP/s": 2e-12 * len(a) ** 3 / products, "a copy, GB/s": 2e-9 * a.nbytes / copy}
     q = make(config.rows, config.model.heads, config.length, width, requires_grad=True)
@@ -398,14 +439,14 @@ def attention(config: BenchConfig, folder: Path) -> Iterator[Found]:
 
 
 def use_two_streams(a: Tensor) -> None:
-    """Run a product, and a copy on the default stream, whose priority is the lowest there is."""
-    now, fast = torch.cuda.current_stream(), torch.cuda.Stream(priority=-1)
-    fast.wait_stream(now)
+    """Run a product on a fast stream, and a copy on the default one, whose priority is the lowest."""
+    default, fast = torch.cuda.current_stream(), torch.cuda.Stream(priority=-1)
+    fast.wait_stream(default)
     with torch.cuda.stream(fast):
         out = a @ a
-    out.record_stream(now)
+    out.record_stream(default)
     a.clone()
-    now.wait_stream(fast)
+    default.wait_stream(fast)
 
 
 def time_call(work: Callable[[], Any], config: BenchConfig) -> float:
@@ -418,33 +459,38 @@ GPU_TESTS = (str(Path("tests", "runtime", "test_gpu.py")), "-m", "gpu")
 
 
 def run_tests(config: BenchConfig, folder: Path, which: Sequence[str] = GPU_TESTS) -> Iterator[Found]:
-    """Count the tests that pass, and name those that fail, while they run; the plugins that `pyproject.toml`
-    names need not be there."""
+    """Count the tests that pass, and name those that fail, while they run."""
+    # Without `addopts`, since the plugins that `pyproject.toml` names may not be installed.
     command = [sys.executable, "-m", "pytest", "-v", "-rfE", "--tb=short", "-o", "addopts=", *which]
-    passed, failed, last = 0, list[str](), ""
-    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
-    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": test_path()}, **how) as process:
+    passed, last = 0, ""
+    failed: list[str] = []
+    env = {**os.environ, "PYTHONPATH": test_path()}
+    with subprocess.Popen(
+        command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         for line in process.stdout:
             print(line, end="", flush=True)
             last = line
             if ended := re.match(r"(\S+::.*) (PASSED|FAILED|ERROR)\b", line):
-                passed += ended[2] == "PASSED"
-                failed += [ended[1]] if ended[2] != "PASSED" else []
+                if ended[2] == "PASSED":
+                    passed += 1
+                else:
+                    failed.append(ended[1])
                 yield {"passed": passed, "failed": failed or "none"}
     if process.returncode not in (0, 1) or not (passed or failed):
         raise RuntimeError(f"pytest ended with {process.returncode}: {last.strip()}")
 
 
 def test_path() -> str:
-    """Return `PYTHONPATH` for the tests, whose helpers lie in two folders."""
-    own = (ROOT, ROOT / "tests", ROOT / "tests" / "support")
-    return os.pathsep.join([*map(str, own), os.environ.get("PYTHONPATH", "")])
+    """Return `PYTHONPATH` for the tests, whose helpers are in two folders."""
+    folders = (ROOT, ROOT / "tests", ROOT / "tests" / "support")
+    return os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
 
 
 def equal_bits(config: BenchConfig, folder: Path) -> Iterator[Found]:
-    """Say whether two equal runs of 20 steps have the same bits, plainly and with `deterministic=True`."""
-    for name, on in (("plain", False), ("deterministic=True", True)):
-        training, runs = Trained(config, Setup(options={"deterministic": on})), []
+    """Compare the bits of two equal runs of 20 steps, plainly and with `deterministic=True`."""
+    for name, is_deterministic in (("plain", False), ("deterministic=True", True)):
+        training, runs = Trained(config, Setup(options={"deterministic": is_deterministic})), []
         for _ in range(2):
             training.begin()
             losses = torch.stack([training.make_step() for _ in range(20)]).cpu()
@@ -455,14 +501,14 @@ def equal_bits(config: BenchConfig, folder: Path) -> Iterator[Found]:
 
 
 def saves(config: BenchConfig, folder: Path) -> Iterator[Found]:
-    """Measure what saves in the background take: the call, the step during it, all until it is on disk."""
+    """Time saves in the background: the call, a step meanwhile, and everything until the save is on disk."""
     training = Trained(config)
     for _ in range(3):
         training.make_step()
     yield {"step": training.seconds(5)}
     with tempfile.TemporaryDirectory() as place:
         for name in ("first", "second"):
-            time_work(lambda: None, device=config.device)
+            time_work(lambda: None, device=config.device)  # waits for the device
             began = time.perf_counter()
             saving = fs.checkpoint.save_async(Path(place) / name, training.state)
             called, step = time.perf_counter() - began, training.seconds(1)

@@ -1,5 +1,4 @@
-"""The parts that all cases share: clocks over ranks, interleaved rounds, live bytes, and writing of
-results."""
+"""The parts that all cases share: clocks over ranks, interleaved rounds, live bytes, and written results."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ Work = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Result:
-    """A case's findings.
+    """A result of a case.
 
     Args:
         rows: the rows of its table, of which the first is the head.
@@ -51,7 +50,7 @@ class Result:
 
 
 def show(config: BenchConfig, folder: Path) -> Result:
-    """Run a case; the first rank prints its table and leaves it in `folder` as `CASE.txt` and `CASE.json`."""
+    """Run a case. The first rank prints its table, and writes `CASE.txt` and `CASE.json` to `folder`."""
     load = os.getloadavg()[0]
     result = CASES[config.case].run(config, folder)
     if rank() == 0:
@@ -72,7 +71,7 @@ def show(config: BenchConfig, folder: Path) -> Result:
 
 
 def say(text: str) -> None:
-    """Print a line about the work that begins, on the first rank."""
+    """Print a line on the first rank about the work that begins."""
     if rank() == 0:
         print(f"... {text}", file=sys.stderr, flush=True)
 
@@ -90,7 +89,7 @@ def barrier() -> None:
 
 
 def reduce_over_ranks(numbers: Sequence[float], how: Any = dist.ReduceOp.MAX) -> list[float]:
-    """Reduce numbers over all ranks, entry by entry: to the largest, or as `how` says."""
+    """Reduce numbers over all ranks, entry by entry, to the largest or by another operation `how`."""
     values = torch.tensor(numbers, dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(values, how)
@@ -100,20 +99,20 @@ def reduce_over_ranks(numbers: Sequence[float], how: Any = dist.ReduceOp.MAX) ->
 @contextmanager
 def make_shared_folder(within: str | Path | None = None) -> Iterator[Path]:
     """Make a temporary folder that all ranks see, and remove it when all have left it."""
-    named = [tempfile.mkdtemp(prefix="fnshard-bench-", dir=within) if rank() == 0 else ""]
+    names = [tempfile.mkdtemp(prefix="fnshard-bench-", dir=within) if rank() == 0 else ""]
     if dist.is_initialized():
-        dist.broadcast_object_list(named, src=0)
+        dist.broadcast_object_list(names, src=0)
     try:
-        yield Path(named[0])
+        yield Path(names[0])
         barrier()
     finally:
         if rank() == 0:
-            shutil.rmtree(named[0], ignore_errors=True)
+            shutil.rmtree(names[0], ignore_errors=True)
 
 
 @contextmanager
 def fresh_cache() -> Iterator[None]:
-    """Give what is compiled within empty caches, which the ranks share."""
+    """Compile within this context with empty caches, which the ranks share."""
     with (
         make_shared_folder() as folder,
         mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder), FNSHARD_CACHE=str(folder)),
@@ -129,8 +128,8 @@ def time_work(
 ) -> float:
     """Measure the seconds of a call, the mean of the next `steps`, from a common start of all ranks.
 
-    On a GPU CUDA's own events are the clock, of all streams, since a call returns before the device has done
-    its work.
+    On a GPU a call returns before the device has done its work. So CUDA's events are the clock, between which
+    the work of all streams is done.
     """
     barrier()
     if device == "cpu":
@@ -143,7 +142,7 @@ def time_work(
     start.record()
     for _ in range(steps):
         work()
-    torch.cuda.synchronize()
+    torch.cuda.synchronize()  # an event alone would wait for its own stream only
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / 1e3 / steps
@@ -152,22 +151,23 @@ def time_work(
 def interleave(
     works: Mapping[Any, Work], rounds: int, *, seed: int = 0, **how: Any
 ) -> dict[Any, list[float]]:
-    """Measure the seconds of each work by round; the slowest rank counts.
+    """Measure the seconds of each work by round. Those of the slowest rank count.
 
-    A round takes one sample of each, in a new order, so that the machine's drift meets all of them alike.
+    A round takes one sample of each, in a new order, so that the machine's drift affects all of them alike.
 
     Args:
         how: keywords of `time_work`.
     """
-    order, own = random.Random(seed), {name: [] for name in works}
+    order = random.Random(seed)
+    of_this_rank: dict[Any, list[float]] = {name: [] for name in works}
     for _ in range(rounds):
         for name in order.sample(list(works), len(works)):
-            own[name].append(time_work(works[name], **how))
-    return {name: reduce_over_ranks(seconds) for name, seconds in own.items()}
+            of_this_rank[name].append(time_work(works[name], **how))
+    return {name: reduce_over_ranks(seconds) for name, seconds in of_this_rank.items()}
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the quartiles of values; those of a single value are the value itself."""
+    """Return the quartiles of values. Those of a single value are the value itself."""
     if len(values) < 2:
         return values[0], values[0], values[0]
     return tuple(statistics.quantiles(values, n=4, method="inclusive"))
@@ -189,7 +189,7 @@ def release() -> None:
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return Spearman's rank correlation; it is 1 of fewer than three pairs.
+    """Return Spearman's rank correlation, or 1 if there are fewer than three pairs.
 
     >>> rank_correlation([1, 5, 3], [10, 30, 20])
     1.0
@@ -209,10 +209,9 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class AllocationLog:
-    """Live tensor bytes of one rank as the allocator saw them: at the worst moment of a step, and between
-    two.
+    """A log of one rank's live tensor bytes: the most within a step, and those between two steps.
 
-    Those inside compiled kernels and those of gloo's buffers count too.
+    Tensors inside compiled kernels and gloo's buffers count, too.
     """
 
     peak: int
@@ -223,37 +222,37 @@ def log_live_bytes(make: Callable[[], Work], device: torch.device, steps: int = 
     """Log the bytes that `make()` and the step that it returns hold.
 
     The first step compiles, and is left out. On a CPU every allocation since before `make` is followed
-    through the profiler's `[memory]` events, so that what lives longer than a step is counted as well.
+    through the profiler's `[memory]` events, so that tensors that live longer than a step are counted as
+    well.
     """
     gc.collect()
     if device.type != "cpu":
         return _log_on_accelerator(make, device, steps)
+
+    # Trace the steps.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         step = make()
         for _ in range(1 + steps):
             with record_function(MARK):
                 step()
         del step
-    spans, changes = _read_trace(profiled)
-    return find_peaks(spans[1:], changes)
 
-
-def _read_trace(profiled: profile) -> tuple[list[Span], list[Change]]:
+    # Read the spans of steps and the allocations from the trace.
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     spans = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == MARK and "dur" in e]
     changes = [(e["ts"], e["args"]["Addr"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]"]
-    return sorted(spans), sorted(changes, key=lambda change: change[0])
+    return find_peaks(sorted(spans)[1:], sorted(changes, key=lambda change: change[0]))
 
 
 @dataclass
 class Heap:
-    """The blocks that are alive, by address.
+    """A heap of the blocks that are alive, by address.
 
-    The profiler watches the threads of the program, but not gloo's, which now and then drops the last
-    reference to a buffer. So a block that a new one overlaps has been freed unseen.
+    The profiler observes the program's threads, but not gloo's, which now and then drops the last reference
+    to a buffer. So a block that a new one overlaps has been freed unseen.
     """
 
     live: int = 0
@@ -261,10 +260,13 @@ class Heap:
     sizes: dict[int, int] = field(default_factory=dict)
 
     def apply(self, address: int, size: int) -> None:
+        """Add a block, or free one if the size is negative."""
         if size < 0:
             if address in self.sizes:
                 self._drop(bisect.bisect_left(self.starts, address))
             return
+
+        # Drop the blocks that the new one overlaps: perhaps the one before its address, and those within it.
         at = bisect.bisect_left(self.starts, address)
         if at and self.starts[at - 1] + self.sizes[self.starts[at - 1]] > address:
             at -= 1
@@ -279,31 +281,37 @@ class Heap:
 
 
 def find_peaks(spans: Sequence[Span], changes: Iterable[Change]) -> AllocationLog:
-    """Find the peak and resting bytes of the steps `spans`.
+    """Find the bytes at the peak of a step and between two steps.
 
     All steps are alike, and a free that was not seen can only make a number too large. So the smallest of
     each over the steps is taken.
 
+    Args:
+        spans: the beginning and the end of each step, in order.
+        changes: all allocations and frees, in order.
+
     >>> find_peaks([(1.0, 4.0)], [(0.0, 64, 100), (2.0, 512, 7), (3.0, 512, -7)])
     AllocationLog(peak=107, between=100)
     """
-    heap, todo, peaks, rests = Heap(), iter([*changes, (float("inf"), 0, 0)]), [], []
-    change = next(todo)
+    heap, peaks, between = Heap(), [], []
+    remaining = iter([*changes, (float("inf"), 0, 0)])  # the last one is never applied
+    change = next(remaining)
     for start, end in spans:
         while change[0] < start:
             heap.apply(*change[1:])
-            change = next(todo)
+            change = next(remaining)
         peak = heap.live
         while change[0] <= end:
             heap.apply(*change[1:])
-            change = next(todo)
+            change = next(remaining)
             peak = max(peak, heap.live)
         peaks.append(peak)
-        rests.append(heap.live)
-    return AllocationLog(min(peaks), min(rests))
+        between.append(heap.live)
+    return AllocationLog(min(peaks), min(between))
 
 
 def _log_on_accelerator(make: Callable[[], Work], device: torch.device, steps: int) -> AllocationLog:
+    """Log the bytes of steps by the counters of CUDA's allocator."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     step = make()

@@ -1,4 +1,4 @@
-"""Cases of one function each: `executor`, and `starts`, which watches whole runs from outside."""
+"""The cases `executor`, which times the executor alone, and `starts`, which times whole runs from outside."""
 
 from __future__ import annotations
 
@@ -41,8 +41,11 @@ def executor(config: BenchConfig, folder: Path) -> Result:
     Kernels and collectives do nothing: what is left is packing, unpacking, bookkeeping and the loop. The last
     row is a whole step of 200 tiny leaves in one unit, its checks, inputs and metrics included.
     """
+    # The schedules of two presets, whose kernels and collectives do nothing.
     torch.set_num_threads(1)
     works = {f"{preset}, a unit and phase": schedule_alone(preset) for preset in ("full_shard", "no_shard")}
+
+    # A whole step of tiny leaves.
     params = {f"layers.{i}": torch.ones(4) for i in range(200)}
     specs = fs.match_specs(params, [("*", fs.LayoutSpec(unit="all"))])
     loss = lambda p, x: (torch.stack(list(p.values())) * x).sum()  # noqa: E731
@@ -53,8 +56,9 @@ def executor(config: BenchConfig, folder: Path) -> Result:
         nonlocal state
         state, _ = step(state, batch)
 
+    works["a step of 200 leaves"] = make_step, 1
     rows = [["", "CPU us"]]
-    for name, (work, parts) in (works | {"a step of 200 leaves": (make_step, 1)}).items():
+    for name, (work, parts) in works.items():
         work()
         (seconds,) = interleave({name: work}, config.rounds, clock=time.thread_time).values()
         rows.append([name, f"{1e6 * median(seconds) / parts:.0f}"])
@@ -75,7 +79,7 @@ def schedule_alone(preset: str) -> tuple[Callable[[], None], int]:
     step = fs.shard_step(loss, specs, mesh=mesh, backend="eager")
     lowered = step.lower(params, tokens, tokens)
 
-    # A kernel gives the same zeros at every call, and a collective is over when it begins.
+    # A kernel returns the same zeros at every call, and a collective is done when it is issued.
     def make_idle(graph: Any) -> Callable[[Any], list[Tensor]]:
         outs = [torch.zeros(node.meta["val"].shape) for node in graph.graph.output_node().args[0]]
         return lambda args: outs
@@ -107,7 +111,7 @@ POLL_S = 0.02
 
 
 def time_first_row(overrides: Sequence[str], place: Path, checkout: Path = ROOT) -> float:
-    """Run the main job in a new folder below `place`, where its caches lie too.
+    """Run the main job in a new folder below `place`, which has its caches, too.
 
     Returns:
         The seconds from the command to its first row of metrics.
@@ -115,7 +119,7 @@ def time_first_row(overrides: Sequence[str], place: Path, checkout: Path = ROOT)
     folder, log = Path(tempfile.mkdtemp(dir=place)), place / "log.txt"
     caches = {"XDG_CACHE_HOME": str(place / "cache"), "TORCHINDUCTOR_CACHE_DIR": str(place / "inductor")}
     env = {**os.environ, **caches, "PYTHONPATH": str(checkout)}
-    env.pop("PYTHONDONTWRITEBYTECODE", None)  # a start that compiles all modules anew is no second start
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # a second start finds the bytecode of the first
     command = [sys.executable, "-u", "-m", "experiments.train", f"hydra.run.dir={folder}", *overrides]
     first_row_s, began = 0.0, time.perf_counter()
     with (
@@ -136,15 +140,17 @@ def starts(config: BenchConfig, folder: Path) -> Result:
 
     With `checkout=` another checkout takes turns with this one.
     """
-    checkouts = [ROOT, *([Path(config.checkout).resolve()] if config.checkout else [])]
-    taken: dict[str, list[float]] = {}
+    checkouts = [ROOT]
+    if config.checkout:
+        checkouts.append(Path(config.checkout).resolve())
+    times: dict[str, list[float]] = {}
     for number in range(config.rounds):
         for checkout in checkouts:
             with tempfile.TemporaryDirectory() as place:
                 for which in ("first", "second"):
                     words = [*START, *shlex.split(config.overrides)]
                     seconds = time_first_row(words, Path(place), checkout)
-                    taken.setdefault(f"{checkout.name}, {which} start", []).append(seconds)
+                    times.setdefault(f"{checkout.name}, {which} start", []).append(seconds)
                     say(f"round {number + 1}, {checkout.name}, {which} start: {seconds:.1f} s")
-    rows = [[name, f"{median(seconds):.1f}", f"{max(seconds):.1f}"] for name, seconds in taken.items()]
-    return Result([["", "median s", "longest s"], *rows], values={"seconds": taken})
+    rows = [[name, f"{median(seconds):.1f}", f"{max(seconds):.1f}"] for name, seconds in times.items()]
+    return Result([["", "median s", "longest s"], *rows], values={"seconds": times})

@@ -2,7 +2,8 @@
 
 The worst errors of a sharded training are silent: a mean over ranks that counts rows wrongly, a gradient
 that one rank forgot, a norm that counts a leaf twice. Here each layout trains the same small model on the
-same rows, each with its own number of labels. Its losses and gradients stand next to those of one process.
+same rows, each with its own number of labels, and its losses and gradients are compared with those of one
+process.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Params = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """One way in which fnshard trains.
+    """A way in which fnshard trains.
 
     Args:
         name: the name of its row.
@@ -51,7 +52,7 @@ class Layout:
         model: a name of `MODELS`.
         specs: keywords of the preset.
         options: keywords of `shard_step`.
-        then: the layout in which the training goes on after `SAVED_AT` steps, by way of a checkpoint.
+        then: the layout in which the training continues after `SAVED_AT` steps, from a checkpoint.
     """
 
     name: str
@@ -70,13 +71,13 @@ FROZEN, ADAPTERS = fs.LayoutSpec(fs.P("shard"), trainable=False), fs.LayoutSpec(
 PIPED = {"pipeline": 2, "shard": 2}
 FOUR = {"accumulate": 4}
 LAYOUTS = (
-    # Layouts differ in what is kept where.
+    # Presets, and memory of the host.
     *(Layout(name, SHARD4, name) for name in ("no_shard", "zero1", "zero2", "zero3", "shard_grad_op")),
     Layout("full_shard", SHARD4),
     Layout("hybrid_shard", HYBRID, "hybrid_shard"),
     Layout("optimizer on the host", SHARD4, specs=HOST_OPTIMIZER),
     Layout("all on the host", SHARD4, specs={"memory": "host", **HOST_OPTIMIZER}),
-    # Axes of the mesh come alone and in pairs.
+    # Axes of the mesh, alone and in pairs.
     Layout("tensor", {"tensor": 4}, specs=TENSOR),
     Layout("tensor, shard", {**SHARD2, "tensor": 2}, specs=TENSOR),
     Layout("tensor, residual whole", {**SHARD2, "tensor": 2}, specs=TENSOR, options={"residual": "whole"}),
@@ -92,7 +93,7 @@ LAYOUTS = (
     Layout("pipeline, shard", PIPED, options=FOUR),
     Layout("pipeline, two chunks a stage", {"pipeline": 2}, specs={"chunks": 2}, options=FOUR),
     Layout("pipeline, tensor", {"pipeline": 2, "tensor": 2}, specs=TENSOR, options=FOUR),
-    # Micro-batches come in several orders, and the backward keeps more or less.
+    # Orders of micro-batches, and what the backward keeps.
     Layout("accumulate", SHARD4, options={"accumulate": 4}),
     Layout("accumulate, summed locally", SHARD4, options={"accumulate": 4, "accumulate_mode": "local"}),
     Layout("accumulate, breadth first", SHARD4, options={"accumulate": 4, "micro_order": "breadth"}),
@@ -101,13 +102,13 @@ LAYOUTS = (
     Layout("remat of a half", SHARD4, options={"remat": 0.5}),
     Layout("remat, inputs on the host", SHARD4, options={"remat": "unit+offload"}),
     Layout("prefetch and overlap", SHARD4, options={"prefetch": 2, "overlap": 2}),
-    # Frozen leaves are codes.
+    # Adapters on frozen leaves that are codes.
     *(Layout(f"LoRA on {codec}", SHARD4, model="lora", specs={"rules": [
         ("adapters.*", ADAPTERS), ("base.*norm.*", FROZEN),
         ("base.layers.*", replace(FROZEN, codec=codec)), ("base.*", FROZEN),
     ]}) for codec in ("nf4", "int8")),
 )  # fmt: skip
-# Two processes run these: simulated ranks write no checkpoints.
+# The ranks of these are the two processes themselves, since simulated ranks write no checkpoints.
 RESUMED = (
     Layout("resumed", SHARD2, then=Layout("", SHARD2)),
     Layout("resumed over tensor", SHARD2, then=Layout("", {"tensor": 2}, specs=TENSOR)),
@@ -131,7 +132,10 @@ class Training:
     moments: list[Mapping[str, Tensor]]
 
     def gradients(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Compute the gradients of the first and of the last step from the running means."""
+        """Compute the gradients of the first and of the last step from the running means.
+
+        The mean begins as 0, and becomes `BETA` times itself plus `1 - BETA` times the gradient.
+        """
         first, before, last = self.moments[0], self.moments[-2], self.moments[-1]
         return (
             {path: value / (1 - BETA) for path, value in first.items()},
@@ -141,7 +145,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Errors:
-    """The distances of a training from the truth, after the first step and after the last.
+    """The errors of a training next to the truth, in the first step and in the last.
 
     They are the relative error of the loss, and that of the worst leaf's gradient by its largest number.
     """
@@ -153,12 +157,13 @@ class Errors:
 
     @classmethod
     def between(cls, found: Training, truth: Training) -> Errors:
+        """Compare a training with the truth."""
         losses = [abs(a - b) / abs(b) for a, b in zip(found.losses, truth.losses, strict=True)]
-        first, last = (
-            max(((ours[p] - value).abs().max() / value.abs().max()).item() for p, value in theirs.items())
-            for ours, theirs in zip(found.gradients(), truth.gradients(), strict=True)
-        )
-        return cls(losses[0], first, losses[-1], last)
+        gradients = []
+        for ours, theirs in zip(found.gradients(), truth.gradients(), strict=True):
+            errors = [(ours[path] - value).abs().max() / value.abs().max() for path, value in theirs.items()]
+            gradients.append(max(error.item() for error in errors))
+        return cls(losses[0], gradients[0], losses[-1], gradients[1])
 
     @property
     def worst(self) -> float:
@@ -174,13 +179,23 @@ def run(config: BenchConfig, folder: Path) -> Result:
     """
     torch.set_default_dtype(torch.float64)
     try:
+        # Each process takes every other layout, and all of them get the errors of all.
         shares: list[Any] = [None] * config.ranks
         dist.all_gather_object(shares, [_try_layout(each) for each in LAYOUTS[rank() :: config.ranks]])
         found = {layout.name: shares[i % config.ranks][i // config.ranks] for i, layout in enumerate(LAYOUTS)}
+
+        # The processes train together.
         found |= {layout.name: _try_layout(layout) for layout in RESUMED}
-        peers = dict(_train_peers())
+        peers: dict[str, Errors] = {}
+        model = MODELS["decoder"]()
+        for equal, words in ((True, "equal counts"), (False, "unequal counts")):
+            truth = train_plainly(model, model.params, equal_counts=equal)
+            for name, (kind, parts) in PEERS.items():
+                peers[f"{name}, {words}"] = Errors.between(train_with_torch(kind, parts, equal), truth)
     finally:
         torch.set_default_dtype(torch.float32)
+
+    # An error may be NaN, which is no success either.
     wrong = [n for n, e in found.items() if isinstance(e, str) or not e.worst <= TOLERANCE]
     notes = (
         "",
@@ -209,9 +224,10 @@ def _try_layout(layout: Layout) -> Errors | str:
 
 @dataclass(frozen=True)
 class Model:
-    """A function of (params, tokens, labels) that gives an `fs.Mean`, and its parameters.
+    """A model with its loss.
 
     Args:
+        loss: a function of (params, tokens, labels) that returns an `fs.Mean`.
         plain: the same function in operations that plain PyTorch has in fp64.
     """
 
@@ -221,7 +237,7 @@ class Model:
 
 
 class ExpertBlock(nn.Module):
-    """A block that adds to x what each position's two best experts make of it, weighted by the router."""
+    """A block that adds to x the outputs of each position's two best experts, weighted by the router."""
 
     def __init__(self, width: int = DECODER.width, hidden: int = DECODER.mlp):
         super().__init__()
@@ -253,7 +269,7 @@ class ExpertBlock(nn.Module):
 
 
 class ExpertDecoder(nn.Module):
-    """Two blocks of experts between an embedding and a head."""
+    """A decoder with two blocks of experts between an embedding and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,43 +284,45 @@ class ExpertDecoder(nn.Module):
         return self.head(x)
 
 
-def _module(make: Callable[[], nn.Module]) -> nn.Module:
+def _make_module(make: Callable[[], nn.Module]) -> nn.Module:
+    """Make a module in fp64, with the same parameters at every call."""
     torch.manual_seed(0)
     return make().double()
 
 
-def _mean_loss(logits: Tensor, labels: Tensor) -> fs.Mean:
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-    return fs.Mean(losses, (labels != IGNORED).sum())
+def _compute_mean_loss(logits: Tensor, labels: Tensor) -> fs.Mean:
+    loss_sum = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return fs.Mean(loss_sum, (labels != IGNORED).sum())
 
 
-def _loss_of(module: nn.Module) -> tuple[Callable[..., fs.Mean], Params]:
+def _make_loss(module: nn.Module) -> tuple[Callable[..., fs.Mean], Params]:
+    """Make the loss of a module as a function of its parameters, and return both."""
     apply, params = fs.make_functional(module)
-    return lambda p, tokens, labels: _mean_loss(apply(p, tokens), labels), params
+    return lambda p, tokens, labels: _compute_mean_loss(apply(p, tokens), labels), params
 
 
 def _decoder() -> Model:
-    loss, params = _loss_of(_module(lambda: Decoder(DECODER)))
+    loss, params = _make_loss(_make_module(lambda: Decoder(DECODER)))
     return Model(params, loss, loss)
 
 
 def _experts() -> Model:
-    module = _module(ExpertDecoder)
-    loss, params = _loss_of(module)
+    module = _make_module(ExpertDecoder)
+    loss, params = _make_loss(module)
     dense = copy.deepcopy(module)
     for block in dense.layers:
         block.dense = True
-    return Model(params, loss, _loss_of(dense)[0])
+    return Model(params, loss, _make_loss(dense)[0])
 
 
 def _lora() -> Model:
-    loss, params = _loss_of(_module(lambda: Decoder(DECODER)))
-    tuned, both = fs.lora(loss, params, rank=4, targets="*.wq|*.wv|*.up")
-    draw = torch.Generator().manual_seed(1)
-    for pair in both["adapters"].values():  # B starts as zeros, which would hide the gradient of A
-        pair["b"] = torch.randn(pair["b"].shape, generator=draw) * 0.02
-    both = tree.map(lambda leaf: leaf.detach().double(), both)
-    return Model(both, tuned, tuned)
+    loss, params = _make_loss(_make_module(lambda: Decoder(DECODER)))
+    tuned, tuned_params = fs.lora(loss, params, rank=4, targets="*.wq|*.wv|*.up")
+    generator = torch.Generator().manual_seed(1)
+    for pair in tuned_params["adapters"].values():  # B starts as zeros, which would hide the gradient of A
+        pair["b"] = torch.randn(pair["b"].shape, generator=generator) * 0.02
+    tuned_params = tree.map(lambda leaf: leaf.detach().double(), tuned_params)
+    return Model(tuned_params, tuned, tuned)
 
 
 MODELS: dict[str, Callable[[], Model]] = {
@@ -315,24 +333,24 @@ MODELS: dict[str, Callable[[], Model]] = {
 def batches(equal_counts: bool = False) -> Iterator[Batch]:
     """Yield rows of noisy counting. The first labels of each do not count, unless counts are equal."""
     for step in range(STEPS):
-        draw = torch.Generator().manual_seed(step)
-        start = torch.randint(VOCAB, (ROWS, 1), generator=draw)
-        noise = torch.randint(3, (ROWS, LENGTH + 1), generator=draw)
+        generator = torch.Generator().manual_seed(step)
+        start = torch.randint(VOCAB, (ROWS, 1), generator=generator)
+        noise = torch.randint(3, (ROWS, LENGTH + 1), generator=generator)
         text = (start + torch.arange(LENGTH + 1) + noise) % VOCAB
         tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-        ignored = torch.randint(LENGTH - 2, (ROWS, 1), generator=draw)
+        ignored = torch.randint(LENGTH - 2, (ROWS, 1), generator=generator)
         if not equal_counts:
             labels = labels.masked_fill(torch.arange(LENGTH) < ignored, IGNORED)
         yield tokens, labels
 
 
-# ------------------------------------------------------------------ who trains
+# ------------------------------------------------------------------ trainings
 
 
 def train_plainly(
     model: Model, start: Mapping[str, Tensor], frozen: Collection[str] = (), **batch: Any
 ) -> Training:
-    """Train in one process: whole tensors, whole batches, autograd and `torch.optim.AdamW`.
+    """Train in one process with whole tensors, whole batches, autograd and `torch.optim.AdamW`.
 
     Args:
         start: parameters by path.
@@ -365,13 +383,13 @@ def compare(layout: Layout) -> Errors:
         if layout.then:
             with make_shared_folder() as folder:
                 first = train_in(layout, model, range(SAVED_AT), save=folder / "middle")
-                rest = train_in(layout.then, model, range(SAVED_AT, STEPS), restore=folder / "middle")
-            losses, moments = first.losses + rest.losses, first.moments + rest.moments
-            found = replace(first, losses=losses, moments=moments)
+                second = train_in(layout.then, model, range(SAVED_AT, STEPS), restore=folder / "middle")
+            losses, moments = first.losses + second.losses, first.moments + second.moments
+            training = replace(first, losses=losses, moments=moments)
         else:
-            found = train_in(layout, model, range(STEPS))
-    frozen = found.start.keys() - found.moments[0].keys()
-    return Errors.between(found, train_plainly(model, found.start, frozen))
+            training = train_in(layout, model, range(STEPS))
+    frozen = training.start.keys() - training.moments[0].keys()
+    return Errors.between(training, train_plainly(model, training.start, frozen))
 
 
 def train_in(
@@ -394,6 +412,7 @@ def train_in(
         for batch in itertools.islice(batches(), numbers.start, numbers.stop):
             rows = len(batch[0]) // mesh.data_size
             state, metrics = step(state, *(x[rows * mesh.data_rank :][:rows] for x in batch))
+            # Gather AdamW's means of gradients from all ranks.
             means = {path: slots["mu"] for path, slots in state.opt_state.items()}
             whole, _ = tree.flatten_with_paths(fs.unshard(means, step.specs, mesh, layout="optimizer"))
             losses.append(metrics["loss"].item())
@@ -413,28 +432,19 @@ PEERS = {
 }  # fmt: skip
 
 
-def _train_peers() -> Iterator[tuple[str, Errors]]:
-    model = MODELS["decoder"]()
-    for equal, words in ((True, "equal counts"), (False, "unequal counts")):
-        truth = train_plainly(model, model.params, equal_counts=equal)
-        for name, (kind, parts) in PEERS.items():
-            yield f"{name}, {words}", Errors.between(train_with_torch(kind, parts, equal), truth)
-
-
 def train_with_torch(kind: str, parts: int, equal_counts: bool) -> Training:
     """Train with DDP or FSDP2 on these processes, with micro-batches as their documents show them."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    model = _module(lambda: Decoder(DECODER))
-    whole = dict(model.named_parameters())
+    model = _make_module(lambda: Decoder(DECODER))
     if kind == "ddp":
         trained: nn.Module = DistributedDataParallel(model)
     else:
         for block in model.layers:
             fully_shard(block)
         trained = fully_shard(model)
-        whole = dict(trained.named_parameters())
+    leaves = dict(model.named_parameters())  # FSDP2 has put DTensors in their place
     optimizer = torch.optim.AdamW(trained.parameters(), lr=LR, weight_decay=DECAY)
     losses, moments = [], []
     for batch in batches(equal_counts):
@@ -444,7 +454,7 @@ def train_with_torch(kind: str, parts: int, equal_counts: bool) -> Training:
         for number, micro_batch in enumerate(zip(tokens.chunk(parts), labels.chunk(parts), strict=True), 1):
             # DDP reduces gradients at the last micro-batch, FSDP2 at each.
             with trained.no_sync() if kind == "ddp" and number < parts else nullcontext():
-                mean = _mean_loss(trained(micro_batch[0]), micro_batch[1])
+                mean = _compute_mean_loss(trained(micro_batch[0]), micro_batch[1])
                 loss = mean.total / mean.count / parts
                 loss.backward()
             total += loss.detach()
@@ -452,14 +462,14 @@ def train_with_torch(kind: str, parts: int, equal_counts: bool) -> Training:
         torch.nn.utils.clip_grad_norm_(trained.parameters(), CLIP)
         optimizer.step()
         losses.append(total.item() / dist.get_world_size())
-        means = {path: optimizer.state[leaf]["exp_avg"] for path, leaf in whole.items()}
+        means = {path: optimizer.state[leaf]["exp_avg"] for path, leaf in leaves.items()}
         moments.append(
             {p: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for p, v in means.items()}
         )
-    return Training(whole, losses, moments)
+    return Training(leaves, losses, moments)
 
 
-# ------------------------------------------------------------------ how it looks
+# ------------------------------------------------------------------ table and picture
 
 
 def _make_table(found: Mapping[str, Errors | str], peers: Mapping[str, Errors]) -> list[list[str]]:
@@ -472,16 +482,16 @@ def _make_table(found: Mapping[str, Errors | str], peers: Mapping[str, Errors]) 
     return table
 
 
-def draw(found: Mapping[str, Errors | str], own: int, path: Path) -> None:
-    """Draw the worst error of each row as a bar, the first `own` of them as fnshard's."""
+def draw(found: Mapping[str, Errors | str], ours: int, path: Path) -> None:
+    """Draw the worst error of each row as a bar. The first `ours` are fnshard's, and have another colour."""
     from fnshard.plot.pictures import figure_of, save
 
     shown = {name: errors.worst for name, errors in found.items() if isinstance(errors, Errors)}
     figure, [[axes]] = figure_of(9, 0.22 * len(shown) + 1)
-    ours = set(list(found)[:own])
+    names_of_ours = set(list(found)[:ours])
     axes.barh(
         list(shown), [max(error, 1e-17) for error in shown.values()], left=1e-17,
-        color=["#0072B2" if name in ours else "#D55E00" for name in shown],
+        color=["#0072B2" if name in names_of_ours else "#D55E00" for name in shown],
     )  # fmt: skip
     axes.axvline(TOLERANCE, color="black", linewidth=0.8, linestyle="--")
     axes.set_xscale("log")

@@ -57,7 +57,8 @@ def run(config: BenchConfig, folder: Path) -> Result:
     On a CPU all contenders live in one launch and take turns in every round, so that the machine's drift
     cancels in ratios. A GPU drifts little, and holds one at a time.
     """
-    task, found = make_task(config), {}
+    task = make_task(config)
+    found: dict[str, Found] = {}
     groups = [config.contenders] if config.device == "cpu" else [(name,) for name in config.contenders]
     for group in groups:
         found |= race(task, group)
@@ -75,15 +76,15 @@ def run(config: BenchConfig, folder: Path) -> Result:
 
 
 def race(task: BenchTask, names: Sequence[str]) -> dict[str, Found]:
-    """Time contenders that are all there in interleaved rounds. On a GPU the allocator tells their bytes."""
+    """Time contenders in interleaved rounds, while all of them exist. On a GPU also count their bytes."""
     config, on_gpu = task.config, task.config.device == "cuda"
     before = torch.cuda.memory_allocated() if on_gpu else 0
     with start_contenders({name: (task, CONTENDERS[name]) for name in names}, fresh_cache) as entries:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         say(f"{config.rounds} rounds of {', '.join(names)}")
-        how = {"seed": config.seed, "steps": config.steps, "device": config.device}
-        seconds = interleave({name: each.step for name, each in entries.items()}, config.rounds, **how)
+        options = {"seed": config.seed, "steps": config.steps, "device": config.device}
+        seconds = interleave({name: each.step for name, each in entries.items()}, config.rounds, **options)
         found = {}
         for name, each in entries.items():
             losses = [mean(loss) for loss in each.losses] if each.contender.trains else []
@@ -100,7 +101,7 @@ class Entry:
     """A contender that has run its first steps.
 
     Args:
-        losses: the losses of all steps. They are tensors, for which nothing waits.
+        losses: the losses of all steps, as tensors, since a number would have to be waited for.
     """
 
     contender: Contender | Training
@@ -135,8 +136,8 @@ def start_contenders(
                 entries[name] = Entry(make(task), feed)
                 entries[name].step()
                 (entries[name].first_step_s,) = reduce_over_ranks([time.perf_counter() - began])
-        # Now all are there. If one has changed something in the process that Dynamo guards, the others
-        # compile again in these steps, and not in timed ones.
+        # If a contender has changed something in the process that Dynamo guards, the others compile again in
+        # these steps, and not in timed ones.
         for _ in range(config.warmup - 1):
             for entry in entries.values():
                 entry.step()
@@ -158,7 +159,7 @@ def mean(loss: Tensor) -> float:
 
 def memory_of(task: BenchTask, make: Maker, times: int) -> Found:
     """Count the bytes of the rank that holds most. Slots in shared memory are added to both numbers."""
-    seen: list[tuple[int, int, int]] = []
+    passes: list[tuple[int, int, int]] = []
     feed = list(batches(task, 1))
     contenders: list[Contender | Training] = []
 
@@ -169,22 +170,24 @@ def memory_of(task: BenchTask, make: Maker, times: int) -> Found:
     for _ in range(times):
         live = log_live_bytes(start, task.mesh.device)
         transport = contenders[-1].transport_bytes()
-        seen.append((live.peak + transport, live.between + transport, transport))
+        passes.append((live.peak + transport, live.between + transport, transport))
         contenders.pop().close()
         release()
-    least = reduce_over_ranks([min(each) for each in zip(*seen, strict=True)])
+    least = reduce_over_ranks([min(each) for each in zip(*passes, strict=True)])
     return dict(zip(("peak_bytes", "between_bytes", "transport_bytes"), map(int, least), strict=True))
 
 
 def compare(task: BenchTask, found: dict[str, Found]) -> list[float]:
     """Put the largest difference of a loss into `found`, and return the losses of the fp64 reference."""
+    # The first rank trains the reference, and all get its losses as the largest of every rank's numbers.
     say("the fp64 reference")
     steps = min(task.config.losses, task.config.warmup + task.config.rounds * task.config.steps)
     reference = reference_losses(task, global_batches(task, steps)) if rank() == 0 else [0.0] * steps
     reference = reduce_over_ranks(reference)
     for each in found.values():
-        apart = [abs(a - b) for a, b in zip(each["losses"], reference, strict=False)]
-        each |= {"max_loss_difference": max(apart)} if apart else {}
+        differences = [abs(a - b) for a, b in zip(each["losses"], reference, strict=False)]
+        if differences:
+            each["max_loss_difference"] = max(differences)
     return reference
 
 
@@ -192,6 +195,7 @@ def compare(task: BenchTask, found: dict[str, Found]) -> list[float]:
 
 
 def row(config: BenchConfig, name: str, found: dict[str, Found]) -> Found:
+    """Return the numbers of a contender's row."""
     seconds = found[name]["seconds"]
     middle = median(seconds)
     low, _, high = quartiles(seconds)
@@ -213,24 +217,29 @@ def model_flops(config: BenchConfig) -> float:
 
 def mfu_of(config: BenchConfig, seconds: float) -> float | None:
     """Compute the share of the device's peak, which is None on a CPU and on a GPU of unknown data sheet."""
-    known = Hardware.of_gpu(torch.cuda.get_device_name()) if config.device == "cuda" else None
-    peak = known and known.peak_flops[config.dtype.replace("fp", "f")]
+    hardware = Hardware.of_gpu(torch.cuda.get_device_name()) if config.device == "cuda" else None
+    if hardware is None:
+        return None
+    peak = hardware.peak_flops[config.dtype.replace("fp", "f")]
     return mfu(model_flops(config), seconds, peak) if peak else None
 
 
 def table(rows: dict[str, Found]) -> list[list[str]]:
     """Return a table of one row for each contender."""
     bases = [base for base in TORCH if base in rows]
-    ends = {
+    # The last columns: the key of a value, its format and a factor.
+    last_columns = {
         "tokens/s": ("tokens_per_s", "{:,.0f}", 1), "peak MB": ("peak_bytes", "{:.0f}", 1e-6),
         "between MB": ("between_bytes", "{:.0f}", 1e-6), "first step s": ("first_step_s", "{:.1f}", 1),
         "loss diff": ("max_loss_difference", "{:.1e}", 1), "MFU": ("mfu", "{:.1%}", 1),
     }  # fmt: skip
-    out = [["contender", "step ms", "quartiles", *(f"/ {base}" for base in bases), *ends]]
+    head = ["contender", "step ms", "quartiles", *(f"/ {base}" for base in bases), *last_columns]
+    out = [head]
     for name, found in rows.items():
         low, high = found["step_ms_quartiles"]
         cells = [name, f"{found['step_ms']:.1f}", f"{low:.1f} {high:.1f}"]
         cells += [f"{found['ratios'].get(base, 1):.2f}" for base in bases]
-        cells += [style.format(found[key] * by) if key in found else "-" for key, style, by in ends.values()]
+        for key, style, factor in last_columns.values():
+            cells.append(style.format(found[key] * factor) if key in found else "-")
         out.append(cells)
     return out

@@ -20,8 +20,7 @@ from experiments.bench.peers import Found, Maker, memory_of, start_contenders
 from experiments.bench.sizes import size_names
 from experiments.lib.checks import ConfigError
 
-APART = 0.10  # by which two plans differ in time before their order counts
-
+APART = 0.10  # the order of two plans counts if their times differ by more than this share
 
 COLUMNS = {
     "peak MB": ("peak_bytes", 1e-6), "predicted peak": ("predicted_peak_bytes", 1e-6),
@@ -29,7 +28,7 @@ COLUMNS = {
     "step ms": ("seconds", 1e3), "predicted ms": ("predicted_seconds", 1e3),
 }  # fmt: skip
 TIERS = ("memory", "optimizer_memory")
-# A setup, None for torch's DDP, and what a plan changes in the configuration.
+# A setup, which is None for torch's DDP, and the values of the configuration that a plan changes.
 Variant = tuple[Setup | None, dict[str, Any]]
 # Each word of a plan's name changes the configuration, a field of `Setup` or an option of `shard_step`.
 WORDS: dict[str, Callable[..., tuple[str, dict[str, Any]]]] = {
@@ -45,7 +44,7 @@ WORDS: dict[str, Callable[..., tuple[str, dict[str, Any]]]] = {
     r"remat(\d*\.?\d+|)": lambda share: ("options", {"remat": float(share) if share else "unit"}),
     r"accumulate(\d+)": lambda times: ("options", {"accumulate": int(times)}),
 }
-MEMORY = (  # plans whose gradients would never wait for each other are clipped, so that they do
+MEMORY = (  # some are clipped, so that all of their gradients have to wait for the norm
     "full_shard", "ddp", "no_shard-clip", "zero1-clip", "zero2-clip", "zero3-clip", "one_unit", "remat",
     "remat-bf16", "remat-bf16-host", "optimizer_host",
 )  # fmt: skip
@@ -53,7 +52,7 @@ BUBBLE = (
     "pipeline2-accumulate2-4x256", "pipeline2-accumulate4-8x256", "pipeline2-accumulate8-8x256",
     "pipeline2-chunks2-accumulate4-4x256",
 )  # fmt: skip
-PREDICT = {  # by the number of ranks; `variant` reads the names
+PREDICT = {  # by the number of ranks; `read_plan` reads the names
     2: (
         "5m-full_shard", "5m-no_shard-8x256", "5m-full_shard-remat", "5m-zero2-bf16-accumulate4-16x256",
         "5m-zero3-bf16-remat-clip-4x1024", "25m-full_shard", "25m-full_shard-bf16-remat0.5",
@@ -81,14 +80,17 @@ def run(config: BenchConfig, folder: Path) -> Result:
     for name, (setup, changes) in choose_plans(config).items():
         make = ddp if setup is None else partial(Training, setup=setup)
         makers[name] = make_task(replace(config, **changes)), make
-    seconds, found = times(config, makers)
+    # Time all plans in turn, and then count their bytes.
+    seconds, found = measure_times(config, makers)
     for name, (task, make) in makers.items() if config.memory else ():
         say(f"bytes of {name}")
         found[name] |= memory_of(task, make, config.memory)
+    # A row for each plan, and notes on how near the predictions are.
     rows = [["plan", *COLUMNS, "step / first"]]
+    first = next(iter(seconds.values()))
     for name, each in found.items():
-        shown = [f"{each[key] * by:.1f}" if key in each else "-" for key, by in COLUMNS.values()]
-        rows.append([name, *shown, f"{ratio(seconds[name], next(iter(seconds.values()))):.2f}"])
+        shown = [f"{each[key] * factor:.1f}" if key in each else "-" for key, factor in COLUMNS.values()]
+        rows.append([name, *shown, f"{ratio(seconds[name], first):.2f}"])
     known = {n: (f["seconds"], f["predicted_seconds"]) for n, f in found.items() if "predicted_seconds" in f}
     both = [f for f in found.values() if {"peak_bytes", "predicted_peak_bytes"} <= f.keys()]
     sizes = [f["predicted_peak_bytes"] / f["peak_bytes"] for f in both]
@@ -104,36 +106,39 @@ def choose_plans(config: BenchConfig) -> dict[str, Variant]:
     Raises:
         ConfigError: a name is unknown, or there are no plans for so many ranks.
     """
-    own = {"memory": MEMORY, "bubble": BUBBLE}.get(config.case, PREDICT.get(config.ranks, ()))
-    if not (config.plans or own):
+    names = config.plans or {"memory": MEMORY, "bubble": BUBBLE}.get(
+        config.case, PREDICT.get(config.ranks, ())
+    )
+    if not names:
         raise ConfigError(f"ranks={config.ranks}: plans=[...] names which; 2 and 4 ranks have their own.")
-    found = {name: variant(name) for name in config.plans or own}
-    for _, changes in found.values():
-        complete(replace(config, **changes))
-    return found
+    plans = {name: read_plan(name) for name in names}
+    for _, changes in plans.values():
+        complete(replace(config, **changes))  # raises if a plan's values do not go together
+    return plans
 
 
-def variant(name: str) -> Variant:
+def read_plan(name: str) -> Variant:
     """Read a plan's name: words of `WORDS` that hyphens join, or "ddp" for torch's.
 
-    >>> setup, changes = variant("25m-zero1-bf16-remat0.5-tensor2-2x512")
+    >>> setup, changes = read_plan("25m-zero1-bf16-remat0.5-tensor2-2x512")
     >>> setup.options, changes["tensor"], changes["length"]
     ({'remat': 0.5}, 2, 512)
     """
-    found: dict[str, dict[str, Any]] = {"changes": {}, "setup": {}, "options": {}}
-    for word in name.split("-") if name != "ddp" else ():
+    if name == "ddp":
+        return None, {}
+    chosen: dict[str, dict[str, Any]] = {"changes": {}, "setup": {}, "options": {}}
+    for word in name.split("-"):
         matches = [(re.fullmatch(pattern, word), read) for pattern, read in WORDS.items()]
         known = [read(*match.groups()) for match, read in matches if match]
         if not known:
             raise ConfigError(f"plans={name}: {word!r} is none of {', '.join(WORDS)}, and the name not ddp.")
-        where, values = known[0]
-        found[where] |= values
-    setup = None if name == "ddp" else Setup(**found["setup"], options=found["options"])
-    return setup, found["changes"]
+        kind, values = known[0]
+        chosen[kind] |= values
+    return Setup(**chosen["setup"], options=chosen["options"]), chosen["changes"]
 
 
-def times(config: BenchConfig, makers: Mapping[str, tuple[BenchTask, Maker]]) -> tuple[Found, Found]:
-    """Measure the seconds of steps by round. Return them, and of each plan the median and the predictions."""
+def measure_times(config: BenchConfig, makers: Mapping[str, tuple[BenchTask, Maker]]) -> tuple[Found, Found]:
+    """Measure the seconds of steps by round. Return them, and each plan's median and predictions."""
     clock = {"wall": time.perf_counter, "cpu": time.thread_time}[config.clock]
     mesh, machines = next(iter(makers.values()))[0].mesh, []
     with start_contenders(makers) as entries:
@@ -150,12 +155,12 @@ def times(config: BenchConfig, makers: Mapping[str, tuple[BenchTask, Maker]]) ->
                 found[name]["predicted_seconds"] = median(line.step_seconds for line in lines)
                 found[name]["predicted_peak_bytes"] = ledger.peak_bytes
                 found[name]["predicted_between_bytes"] = ledger.resident_bytes
-        del entry
+        del entry  # the context frees the contenders
     return seconds, found
 
 
 def verdict(plans: Mapping[str, tuple[float, float]]) -> str:
-    """Say how many predictions are near, and which pairs of plans they put in the wrong order.
+    """Return how many predictions are near, and which pairs of plans they put in the wrong order.
 
     >>> verdict({"a": (1.0, 1.2), "b": (2.0, 1.3)})
     '1 of 2 within 25%, rank correlation 1.000; 1 of 1 pairs more than 10% apart in the right order'
@@ -168,5 +173,5 @@ def verdict(plans: Mapping[str, tuple[float, float]]) -> str:
     wrong = [f"{a} < {b}" for a, b in pairs if plans[a][1] >= plans[b][1]]
     rank = rank_correlation(*zip(*plans.values(), strict=True)) if plans else 1.0
     text = f"{near} of {len(plans)} within 25%, rank correlation {rank:.3f}; "
-    text += f"{len(pairs) - len(wrong)} of {len(pairs)} pairs more than "
-    return f"{text}{APART:.0%} apart in the right order" + (f"; wrong: {', '.join(wrong)}" if wrong else "")
+    text += f"{len(pairs) - len(wrong)} of {len(pairs)} pairs more than {APART:.0%} apart in the right order"
+    return f"{text}; wrong: {', '.join(wrong)}" if wrong else text

@@ -33,10 +33,10 @@ from fnshard.step.step import Step
 
 ROWS = Path(__file__).with_name("published_rows.csv")
 MOST_MICRO_BATCHES = 4  # in a step that is lowered, since further ones only repeat them
-SAID = 30  # so many traces are between two lines that say how many rows are priced
+REPORT_EVERY = 30  # traces between two lines that say how many rows are priced
 SIZES = ("width", "layers", "heads", "kv_heads", "mlp", "vocab", "context")
 AXES = ("pipeline", "replicate", "shard", "tensor", "context")
-GENERATION = {"h200": "h100"}  # a chip that shares constants with another
+GENERATION = {"h200": "h100"}  # chips that share the constants of another one
 RECOMPUTE = {  # keywords of `shard_step`
     "none": {}, "unit": {"remat": "unit"}, "selective": {"remat": "unit", "save": ("matmul", "attention")},
 }  # fmt: skip
@@ -45,7 +45,7 @@ CONSTANTS = ("matmul", "attention", "memory", "wire")  # those that are fitted
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """A measurement that somebody has published.
+    """A published measurement.
 
     Args:
         axes: the sizes of the mesh's axes.
@@ -75,24 +75,24 @@ class PublishedRow:
 
 
 def read_published() -> tuple[list[PublishedRow], Counter[str]]:
-    """Return the rows that can be predicted, and how many cannot, by reason.
+    """Return the rows that can be predicted, and the numbers of those that cannot, by reason.
 
-    The first columns of the file are what the source says, and those from `left_out` on what it comes to
-    here. In the pipelines of arXiv 2407.21783 the first chunk has the embedding alone, the last the head
-    alone, and all others have equally many of 126 layers, which makes 8 chunks for each of 16 stages. At a
-    context of 8K nothing is recomputed, leaves stay gathered, and gradients are summed in fp32.
+    The first columns of the file are what the source says. Those from `left_out` on are what that means for a
+    step of fnshard. In the pipelines of arXiv 2407.21783 the first chunk has the embedding alone, the last
+    the head alone, and all others have equally many of 126 layers, which makes 8 chunks for each of 16
+    stages. At a context of 8K nothing is recomputed, leaves stay gathered, and gradients are summed in fp32.
     """
     with ROWS.open(encoding="utf-8") as file:
-        found = list(csv.DictReader(file))
-    reasons = Counter(row["left_out"] for row in found if row["left_out"])
-    return [_make_row(row) for row in found if not row["left_out"]], reasons
+        lines = list(csv.DictReader(file))
+    reasons = Counter(line["left_out"] for line in lines if line["left_out"])
+    return [_parse_row(line) for line in lines if not line["left_out"]], reasons
 
 
-def _make_row(row: Mapping[str, str]) -> PublishedRow:
+def _parse_row(row: Mapping[str, str]) -> PublishedRow:
     return PublishedRow(
         source=row["source"], name=row["model"], hardware=row["gpu"],
         model=DecoderConfig(**{size: int(row[size]) for size in SIZES}, tied=row["tied"] == "1"),
-        axes={name: int(size) for name in AXES if (size := row[f"{name}_axis"])},
+        axes={name: int(row[f"{name}_axis"]) for name in AXES if row[f"{name}_axis"]},
         rows=int(row["rows"]), micro_batches=int(row["micro_batches"]), recompute=row["remat"],
         compute_dtype=row["compute"], reduce_dtype=row["reduce"], rate=float(row["rate"]),
         chunks=int(row["chunks"] or 1),
@@ -104,10 +104,11 @@ def _make_row(row: Mapping[str, str]) -> PublishedRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A row next to what is predicted of it.
+    """A comparison of a row with its prediction.
 
     Args:
-        step: the seconds that are predicted, with constants as they are and changed, and those of the rate.
+        step: the seconds that are predicted, with constants of the table and with changed ones, and those of
+            the rate.
         tokens: the tokens of one device's step.
         fit: the factors by which the fit multiplies constants.
     """
@@ -118,7 +119,7 @@ class Comparison:
     fit: Mapping[str, float] = field(default_factory=dict)
 
     def rate(self, fitted: bool = True) -> float:
-        """Predict the tokens a second and device, with constants as fitted or as they are."""
+        """Predict the tokens a second and device, with constants as fitted or of the table."""
         return self.tokens / self.step.seconds(self.fit if fitted else {})
 
     def error(self, fitted: bool = True) -> float:
@@ -132,16 +133,17 @@ def compare(row: PublishedRow) -> Comparison:
 
 def find_alike(rows: Sequence[PublishedRow]) -> list[list[PublishedRow]]:
     """Divide rows into those that one trace serves: it depends on neither data axes nor recomputation."""
-    found: dict[Any, list[PublishedRow]] = {}
+    groups: dict[Any, list[PublishedRow]] = {}
     for row in rows:
         split = row.axes.get("tensor"), row.axes.get("context")
         key = row.model, row.rows, row.compute_dtype, row.reduce_dtype, split
-        found.setdefault(key, []).append(row)
-    return list(found.values())
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
 
 
 def compare_alike(rows: Sequence[PublishedRow]) -> list[Comparison]:
     """Lower the steps of rows that one trace serves, see `find_alike`, and price them."""
+    # Trace few layers without a pipeline, or all of them if they are few.
     first, kernels = rows[0], {}
     alone = replace(first, axes={n: s for n, s in first.axes.items() if n != "pipeline"}, chunks=1)
 
@@ -150,22 +152,24 @@ def compare_alike(rows: Sequence[PublishedRow]) -> list[Comparison]:
         return step.front(*batch)
 
     front = trace_few_layers(trace, first.model.layers) or trace(first.model.layers)
-    found = []
+
+    # Lower and price each row's step from that trace.
+    comparisons = []
     for row in rows:
         # How long stages of a pipeline wait for one another depends on how many micro-batches there are.
         micro = row.micro_batches if "pipeline" in row.axes else min(row.micro_batches, MOST_MICRO_BATCHES)
         step, _, batch = make_step(row, micro)
         lowered = lower_from(front, step, batch, step.options, kernels)
-        ways = vary(Hardware.named(row.hardware), CONSTANTS)
-        seconds = {name: lowered.timeline(each).step_seconds for name, each in ways.items()}
+        variants = vary(Hardware.named(row.hardware), CONSTANTS)
+        seconds = {name: lowered.timeline(hardware).step_seconds for name, hardware in variants.items()}
         parts = math.prod(row.axes.get(n, 1) for n in ("pipeline", "tensor", "context"))
         tokens = batch[0].numel() / parts
-        found.append(Comparison(row, Observation(seconds, tokens / row.rate), tokens))
-    return found
+        comparisons.append(Comparison(row, Observation(seconds, tokens / row.rate), tokens))
+    return comparisons
 
 
 def make_step(row: PublishedRow, micro: int) -> tuple[Step, Any, tuple[Tensor, Tensor]]:
-    """Make the step of a row with so many micro-batches; return it, the parameters and a rank's batch."""
+    """Make the step of a row with so many micro-batches. Return it with the parameters and a rank's batch."""
     mesh = fs.make_mesh(**row.axes, device="cpu", abstract=True)
     with torch.device("meta"):
         tokens = torch.empty(row.rows * micro, row.model.context, dtype=torch.int64)
@@ -190,25 +194,27 @@ def run(config: BenchConfig, folder: Path) -> Result:
     source with the same weight; the interval is that of each of these sources by constants of the others.
     Both are tried on the sources that are held out.
     """
+    # Predict all rows.
     rows, reasons = read_published()
     say(f"{len(rows)} rows, {sum(reasons.values())} left out")
     groups = find_alike(rows)
     with ProcessPoolExecutor(2) as pool:
         all_rows: list[Comparison] = []
-        for number, some in enumerate(pool.map(compare_alike, groups), 1):
-            all_rows += some
-            if number % SAID == 0:
+        for number, comparisons in enumerate(pool.map(compare_alike, groups), 1):
+            all_rows += comparisons
+            if number % REPORT_EVERY == 0:
                 say(f"{len(all_rows)} rows are priced")
+
     # Fit constants on some sources, and try them on the others.
-    sources = split_sources(rows)
-    fits = {
-        name: _fit_generation(name, all_rows, sources[0]) for name in dict.fromkeys(map(_generation, rows))
-    }
-    all_rows = [replace(c, fit=fits[_generation(c.row)]) for c in all_rows]
-    interval = _find_interval(all_rows, sources[0])
-    held = sorted(c.row.rate / c.rate() for c in all_rows if c.row.source in sources[1])
+    fitted_on, held_out = split_sources(rows)
+    generations = dict.fromkeys(map(_find_generation, rows))
+    fits = {name: _fit_generation(name, all_rows, fitted_on) for name in generations}
+    all_rows = [replace(c, fit=fits[_find_generation(c.row)]) for c in all_rows]
+    interval = _find_interval(all_rows, fitted_on)
+    held = sorted(c.row.rate / c.rate() for c in all_rows if c.row.source in held_out)
     within = sum(interval[0] <= 1 / each <= interval[1] for each in held)
-    # Say what was found.
+
+    # Report the constants, the interval and all rows.
     constants = "; ".join(
         f"{chip} {', '.join(f'{n} {v:.2f}' for n, v in fit.items())}" for chip, fit in fits.items()
     )
@@ -225,7 +231,7 @@ def run(config: BenchConfig, folder: Path) -> Result:
         for c in all_rows
     ]
     return Result(
-        _make_table(all_rows, sources), notes,
+        _make_table(all_rows, fitted_on, held_out), notes,
         {"rows": values, "fitted": fits, "interval": interval, "left_out": reasons},
     )  # fmt: skip
 
@@ -244,9 +250,10 @@ def split_sources(rows: Sequence[PublishedRow]) -> tuple[list[str], list[str]]:
 def _fit_generation(
     generation: str, all_rows: Sequence[Comparison], sources: Sequence[str]
 ) -> dict[str, float]:
-    some = [c for c in all_rows if c.row.source in sources and _generation(c.row) == generation]
-    counts = Counter(c.row.source for c in some)
-    return fit_constants([replace(c.step, weight=1 / counts[c.row.source]) for c in some], CONSTANTS)
+    """Fit the constants of a generation on the rows of some sources, each source with the same weight."""
+    known = [c for c in all_rows if c.row.source in sources and _find_generation(c.row) == generation]
+    counts = Counter(c.row.source for c in known)
+    return fit_constants([replace(c.step, weight=1 / counts[c.row.source]) for c in known], CONSTANTS)
 
 
 def _find_interval(all_rows: Sequence[Comparison], sources: Sequence[str]) -> tuple[float, float]:
@@ -255,41 +262,47 @@ def _find_interval(all_rows: Sequence[Comparison], sources: Sequence[str]) -> tu
     Each source has the same weight, and is predicted by constants of the others. So the interval is what to
     expect of a source that was never seen.
     """
+    # Predict the rows of each source by the other sources, if these have its generation.
     weighted = []
     for source in sources:
-        some = [c for c in all_rows if c.row.source == source]
         others = [each for each in sources if each != source]
-        known = {_generation(c.row) for c in all_rows if c.row.source in others}
-        some = [c for c in some if _generation(c.row) in known]  # what others say nothing of is left out
+        known = {_find_generation(c.row) for c in all_rows if c.row.source in others}
+        rows = [c for c in all_rows if c.row.source == source and _find_generation(c.row) in known]
         fits = {g: _fit_generation(g, all_rows, others) for g in known}
-        ratios = (replace(c, fit=fits[_generation(c.row)]).rate() / c.row.rate for c in some)
-        weighted += [(ratio, 1 / len(some)) for ratio in ratios]
+        ratios = (replace(c, fit=fits[_find_generation(c.row)]).rate() / c.row.rate for c in rows)
+        weighted += [(ratio, 1 / len(rows)) for ratio in ratios]
+
+    # Leave a twentieth of the weight out at each end.
     weighted.sort()
-    whole = sum(weight for _, weight in weighted)
-    sums = list(itertools.accumulate(weight / whole for _, weight in weighted))
+    total = sum(weight for _, weight in weighted)
+    sums = list(itertools.accumulate(weight / total for _, weight in weighted))
     low, high = (weighted[bisect_left(sums, share)][0] for share in (0.05, 0.95))
     return low, high
 
 
-def _generation(row: PublishedRow) -> str:
+def _find_generation(row: PublishedRow) -> str:
     chip = row.hardware.partition("-")[0]
     return GENERATION.get(chip, chip)
 
 
-def _make_table(all_rows: Sequence[Comparison], sources: tuple[list[str], list[str]]) -> list[list[str]]:
+def _make_table(
+    all_rows: Sequence[Comparison], fitted_on: Sequence[str], held_out: Sequence[str]
+) -> list[list[str]]:
+    """Return a table with a line for each source, and for each name of hardware and model."""
     groups: dict[str, list[Comparison]] = {}
-    for name, some in zip(("fitted on", "held out"), sources, strict=True):
-        groups[name] = [c for c in all_rows if c.row.source in some]
-        for source in some:
+    for name, sources in (("fitted on", fitted_on), ("held out", held_out)):
+        groups[name] = [c for c in all_rows if c.row.source in sources]
+        for source in sources:
             groups[f"  {source.partition(' [')[0][:60]}"] = [c for c in all_rows if c.row.source == source]
     for key in ("hardware", "name"):
         for each in all_rows:
             groups.setdefault(f"  {getattr(each.row, key).lower()}", []).append(each)
     table = [["", "rows", "rank", "median error", "worst", "before the fit: rank", "median error", "worst"]]
-    for name, some in groups.items():
-        table.append([name, f"{len(some)}"])
+    for name, members in groups.items():
+        line = [name, f"{len(members)}"]
         for fit in (True, False):
-            errors = [each.error(fit) for each in some]
-            rank = rank_correlation([c.row.rate for c in some], [c.rate(fit) for c in some])
-            table[-1] += [f"{rank:.3f}", f"{statistics.median(errors):.1%}", f"{max(errors):.0%}"]
+            errors = [each.error(fit) for each in members]
+            rank = rank_correlation([c.row.rate for c in members], [c.rate(fit) for c in members])
+            line += [f"{rank:.3f}", f"{statistics.median(errors):.1%}", f"{max(errors):.0%}"]
+        table.append(line)
     return table

@@ -19,7 +19,7 @@ from fnshard.compiler.frontend.contexts import CUBLAS
 from fnshard.launcher.local import launch, run_rank
 from fnshard.mesh.process_group import make_group
 
-TIMEOUT_S = 600.0  # after which a silent rank is an error
+TIMEOUT_S = 600.0  # the seconds after which a silent rank is an error
 
 
 def environment(config: BenchConfig) -> dict[str, str]:
@@ -39,7 +39,7 @@ def start(config: BenchConfig, folder: Path) -> None:
 
 
 def join(config: BenchConfig, group: bool = True) -> None:
-    """Set the device up, and make a process group, which DDP and FSDP2 alone want even in a world of one."""
+    """Set up the device and, with `group`, a process group, which DDP and FSDP2 need even on one rank."""
     if config.device == "cpu":
         torch.set_num_threads(1)
     else:
@@ -49,8 +49,7 @@ def join(config: BenchConfig, group: bool = True) -> None:
 
 
 def main(folder: Path, config: BenchConfig) -> None:
-    """Be a rank: join the others, and show the findings of the case. A case that failed ends with status
-    1."""
+    """Join the other ranks, and run the case. If it fails, the process ends with status 1."""
     join(config)
     result = show(config, folder)
     barrier()  # the others stay until the first rank has shown it
@@ -59,5 +58,5 @@ def main(folder: Path, config: BenchConfig) -> None:
 
 
 if __name__ == "__main__":
-    own = read(sys.argv[2:])
-    run_rank(lambda: main(Path(sys.argv[1]), own), device_type=own.device, timeout_s=TIMEOUT_S)
+    config = read(sys.argv[2:])
+    run_rank(lambda: main(Path(sys.argv[1]), config), device_type=config.device, timeout_s=TIMEOUT_S)

@@ -1,5 +1,4 @@
-"""The sizes of `conf/model` by name, read without Hydra or a YAML library, since a bare machine lacks
-both."""
+"""The sizes of `conf/model` by name. A bare machine lacks Hydra and a YAML library, so neither is used."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ MODELS = ROOT / "conf" / "model"
 
 
 def size_names() -> list[str]:
-    """Return the names of the sizes that there are.
+    """Return the names of all sizes.
 
     >>> "1b" in size_names()
     True
@@ -21,7 +20,7 @@ def size_names() -> list[str]:
 
 
 def read_decoder(name: str) -> DecoderConfig:
-    """Read the file of that name, which has lines of `key: number` and comments.
+    """Read the file of a size, which has lines of `key: number` and comments.
 
     >>> read_decoder("8b").layers
     32
