@@ -1,1 +1,1 @@
-"""Compare: it makes one table, one CSV and one picture of curves of any runs of training and fine-tuning."""
+"""Compare: make a table, a CSV and a picture of curves of any runs of training and fine-tuning."""

@@ -31,10 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def compare(places: Sequence[str], metric: str | None, out: Path, is_maximised: bool | None = None) -> None:
-    """Compare the runs that lie in some folders or below them, and print the table and where files are."""
-    there = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"--out={out}: {there} is no folder that can be written to. Fix: another --out.")
+    """Compare the runs in some folders or below them, and print the table and the folder of the files."""
+    # Runs may take long to read, so a folder that cannot be written to is refused before.
+    existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out={out}: {existing} is no folder that can be written to. Fix: another --out.")
     outcomes, empty = find_outcomes(places)
     text, _ = write_comparison(outcomes, metric, out, "compare", "compare.txt", is_maximised)
     if empty:

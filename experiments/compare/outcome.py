@@ -1,4 +1,4 @@
-"""Outcome: the state and the results of a run, read from its folder, wherever and however it ran."""
+"""Outcome: the state and the results of a run, read from its folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Outcome:
         overrides: the overrides of its command line.
         numbers: the numbers that it has measured, by name.
         rows: the rows of its metrics, by step.
-        reason: why it failed, or how far it is; one line.
+        reason: a line that says why it failed, or how far it is.
         goal: the number that it is judged by.
     """
 
@@ -51,7 +51,7 @@ class Outcome:
 
 
 def find_outcomes(places: Sequence[str]) -> tuple[list[Outcome], int]:
-    """Find the runs that lie in folders, or below them; globs are expanded.
+    """Find the runs in folders or below them. Globs are expanded.
 
     Returns:
         The outcomes, and the number of folders that hold no run.
@@ -81,27 +81,28 @@ def runs_below(folder: Path) -> Iterator[Path]:
     if is_run(folder):
         yield folder
         return
-    for below in _folders(folder):
+    for below in _list_folders(folder):
         yield from runs_below(below)
 
 
 def find_jobs(sweep: Path) -> list[Path]:
     """Return the folders of a sweep's jobs, also of those that left nothing but Hydra's files."""
-    return [f for f in _folders(sweep) if is_run(f) or (f / ".hydra").is_dir()]
+    return [folder for folder in _list_folders(sweep) if is_run(folder) or (folder / ".hydra").is_dir()]
 
 
 def is_run(folder: Path) -> bool:
     return any((folder / mark).exists() for mark in MARKS)
 
 
-def _folders(folder: Path) -> list[Path]:
-    """Return the folders in a folder in order; names that are numbers are ordered as numbers."""
-    below = (f for f in folder.iterdir() if f.is_dir() and not f.name.startswith("."))
-    return sorted(below, key=lambda f: (int(f.name) if f.name.isdigit() else math.inf, f.name))
+def _list_folders(folder: Path) -> list[Path]:
+    """Return the folders in a folder in order. Names that are numbers are ordered as numbers."""
+    below = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    return sorted(below, key=lambda path: (int(path.name) if path.name.isdigit() else math.inf, path.name))
 
 
 def read_outcome(folder: Path, name: str) -> Outcome:
-    """Read what a run has left, finished or not."""
+    """Read the outcome of a run, finished or not."""
+    # What is damaged or missing is printed, and the rest is read.
     result = read_result(folder)
     wrong: list[str] = []
     if not (folder / RESULT).exists() and read_json(folder / RUN).get("status") == OK:
@@ -112,6 +113,8 @@ def read_outcome(folder: Path, name: str) -> Outcome:
     numbers = {k: float(v) for k, v in result.items() if type(v) in (int, float) and k != "step"}
     status, reason = result["status"], result.get("reason") or _shorten_error(result.get("error", ""))
     goal = Goal.of(result.get("goal")) or Goal.of(read_json(folder / RUN).get("goal")) or Goal()
+
+    # A run that has no result yet is judged by the last rows of its metrics.
     if status not in (OK, FAILED):
         trained = [row[goal.name] for row in rows if goal.name in row][-RECENT:]
         numbers = {goal.name: sum(trained) / len(trained)} if trained else {}
@@ -128,6 +131,7 @@ def read_outcome(folder: Path, name: str) -> Outcome:
 
 
 def _read_overrides(folder: Path) -> list[str]:
+    """Return the overrides that Hydra has written; none if there is no such file, or it is damaged."""
     try:
         listed = yaml.safe_load((folder / OVERRIDES).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
@@ -136,11 +140,12 @@ def _read_overrides(folder: Path) -> list[str]:
 
 
 def _shorten_error(error: str) -> str:
-    """Return the line of an error that says most: the last of a traceback, or the first.
+    """Return the line of an error that says most: the last of a traceback, or else the first.
 
-    Where the first ends with a colon, the next one is added.
+    If the first ends with a colon, the next one is added.
     """
     lines = [line.strip() for line in error.splitlines() if line.strip()] or [""]
     if lines[0].startswith("Traceback"):
         return lines[-1]
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).removeprefix("error: ")
+    count = 2 if lines[0].endswith(":") else 1
+    return " ".join(lines[:count]).removeprefix("error: ")

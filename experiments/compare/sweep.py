@@ -16,15 +16,15 @@ TABLE, STEM = "table.txt", "sweep"
 
 
 def print_table(sweep: Path, metric: str | None = None) -> int:
-    """Print the table of all jobs, sorted by `metric`; return how many failed.
+    """Print the table of all jobs, sorted by `metric`, and return how many failed.
 
     The table is written to the sweep's folder with a CSV and a picture of curves.
     """
     outcomes = [read_outcome(folder, folder.name) for folder in find_jobs(sweep)]
-    known = any(metric in outcome.numbers for outcome in outcomes)
-    text, ranking = write_comparison(outcomes, metric if known else None, sweep, STEM, TABLE)
+    is_known = any(metric in outcome.numbers for outcome in outcomes)
+    text, ranking = write_comparison(outcomes, metric if is_known else None, sweep, STEM, TABLE)
     print(f"\n{text}\nresults: {sweep}", flush=True)
-    if not known and metric is not None:
+    if not is_known and metric is not None:
         print(
             f"hydra.callbacks.table.metric={metric}: no run has it; sorted by {ranking.metric}.", flush=True
         )

@@ -1,4 +1,4 @@
-"""Table: runs, the best first, as text, as CSV, and as one picture of their numbers, step by step."""
+"""Table: runs, the best first, as text, as CSV, and as a picture of their numbers by step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from experiments.lib.checks import ConfigError
 from experiments.lib.metrics import HELD_OUT, Goal, grows, smooth
 from fnshard.analysis.tables import columns
 
-# The columns behind those of the goal and of other numbers that were measured on held-out data.
+# The columns after those of the goal and of other numbers that were measured on held-out data.
 COLUMNS = {
     "bigram": ".3f",
     "trigram": ".3f",
@@ -30,7 +30,7 @@ COLUMNS = {
 BYTES, MB = "_bytes", "_MB"
 OTHERS, NONE = ".4g", "-"
 BEST = " *"  # the mark of the best run
-LONGEST = 90  # the most characters of a reason, of which the CSV has all
+LONGEST = 90  # the most characters of a reason; the CSV has all of them
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Ranking:
 
     Args:
         goal: the goal that most of them are judged by.
-        is_maximised: whether more of the metric is better; None where nobody has said it.
+        is_maximised: whether more of the metric is better; None if that is not known.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -49,21 +49,21 @@ class Ranking:
 
     @property
     def best(self) -> Outcome | None:
-        """The run that is better than all others.
+        """Return the run that is better than all others.
 
-        There is none where two are equal or count in different units, or where nobody has said which is
-        better.
+        There is none if two are equal or count in different units, or if it is not known which is better.
         """
-        if self.is_maximised is None:
+        if self.is_maximised is None or len(self.units) > 1:
             return None
-        alike = [each for each in self.outcomes if each.status == self.outcomes[0].status]
-        values = [_cost(each, self.metric, self.is_maximised) for each in alike]
-        is_one = len(values) == 1 or (len(values) > 1 and values[0] < values[1])
-        return self.outcomes[0] if is_one and values[0] < math.inf and len(self.units) < 2 else None
+        rivals = [each for each in self.outcomes if each.status == self.outcomes[0].status]
+        costs = [_compute_cost(each, self.metric, self.is_maximised) for each in rivals]
+        has_value = bool(costs) and costs[0] < math.inf
+        is_tied = len(costs) > 1 and costs[0] >= costs[1]
+        return self.outcomes[0] if has_value and not is_tied else None
 
     @property
     def units(self) -> list[str]:
-        """The units of the goal's numbers in these runs, where the metric is one of these numbers."""
+        """Return the units of the goal's numbers in these runs, if the metric is one of these numbers."""
         names = (self.goal.name, self.goal.held_out)
         return sorted({each.goal.unit for each in self.outcomes if self.metric in names and each.numbers})
 
@@ -75,10 +75,10 @@ class Ranking:
 def rank_outcomes(
     outcomes: Sequence[Outcome], metric: str | None = None, is_maximised: bool | None = None
 ) -> Ranking:
-    """Put runs in order, by a metric, or by what most of them are judged by.
+    """Put runs in order, by a metric, or by the goal that most of them are judged by.
 
     Args:
-        is_maximised: whether more of the metric is better; None asks the runs' goals, or its name.
+        is_maximised: whether more of the metric is better; None takes it from the runs' goals, or its name.
 
     Raises:
         ConfigError: no run has the metric.
@@ -90,46 +90,66 @@ def rank_outcomes(
         raise ConfigError(f"metric {metric}: no run has it; they have {', '.join(sorted(known))}.")
     metric, place = metric or goal.held_out, {OK: 0, FAILED: 2}
     if is_maximised is None:
-        goals_own = [each for each in goals if metric in (each.name, each.held_out)]
-        is_maximised = grows(metric, goals_own[0] if goals_own else goal)
-    order = sorted(outcomes, key=lambda o: (place.get(o.status, 1), _cost(o, metric, is_maximised)))
+        matching = [each for each in goals if metric in (each.name, each.held_out)]
+        is_maximised = grows(metric, matching[0] if matching else goal)
+    order = sorted(outcomes, key=lambda o: (place.get(o.status, 1), _compute_cost(o, metric, is_maximised)))
     return Ranking(tuple(order), metric, goal, is_maximised)
 
 
 def differences(outcomes: Sequence[Outcome]) -> dict[Path, str]:
     """Return, by folder, the overrides that not all runs have in common."""
-    return {folder: " ".join(own) or "-" for folder, own in _own_overrides(outcomes).items()}
+    by_folder = _drop_common_overrides(outcomes)
+    return {folder: " ".join(overrides) or "-" for folder, overrides in by_folder.items()}
 
 
-def _own_overrides(outcomes: Sequence[Outcome]) -> dict[Path, list[str]]:
-    common = set.intersection(*(set(o.overrides) for o in outcomes)) if len(outcomes) > 1 else set()
-    return {o.folder: [x for x in o.overrides if x not in common] for o in outcomes}
+def _drop_common_overrides(outcomes: Sequence[Outcome]) -> dict[Path, list[str]]:
+    """Return, by folder, a list of the overrides that not all runs have in common."""
+    common: set[str] = set()
+    if len(outcomes) > 1:
+        common = set.intersection(*(set(o.overrides) for o in outcomes))
+    return {o.folder: [override for override in o.overrides if override not in common] for o in outcomes}
 
 
 def as_text(ranking: Ranking) -> str:
-    """Return the table with a row for each run. The best has a star. A number that all runs share has no
-    column, and stands once below the table."""
-    outcomes, own = ranking.outcomes, differences(ranking.outcomes)
+    """Return the table with a row for each run. The best has a star.
+
+    A number that all runs share has no column, and is written once below the table.
+    """
+    # All cells, by column: the goal's numbers, others on held-out data, and those of `COLUMNS`.
+    outcomes = ranking.outcomes
     measured = dict.fromkeys(n for o in outcomes for n in o.numbers if n.startswith(HELD_OUT))
     names = [*dict.fromkeys(o.goal.name for o in outcomes), *dict.fromkeys(o.goal.held_out for o in outcomes)]
     formats = dict.fromkeys(names, ".3f") | {n: OTHERS for n in measured if n not in names} | COLUMNS
-    formats |= {} if ranking.metric in formats else {ranking.metric: OTHERS}
+    formats.setdefault(ranking.metric, OTHERS)
     table = {key: [_format_cell(o, key, style) for o in outcomes] for key, style in formats.items()}
+
     # Leave out columns in which no run has a number, or all have the same one.
     known = {key: [cell for cell in cells if cell != NONE] for key, cells in table.items()}
-    alike = {k: v[0] for k, v in known.items() if len(v) > 1 == len(set(v)) and k != ranking.metric}
-    shown = {key.replace(BYTES, MB): table[key] for key in table if known[key] and key not in alike}
+    equal = {
+        key: cells[0]
+        for key, cells in known.items()
+        if len(cells) > 1 and len(set(cells)) == 1 and key != ranking.metric
+    }
+    shown = {key.replace(BYTES, MB): table[key] for key in table if known[key] and key not in equal}
     if any(o.reason for o in outcomes):
         shown["reason"] = [shorten(o.reason, LONGEST, placeholder="...") or NONE for o in outcomes]
+
+    # A row for each run, and a line for the numbers that are equal.
+    overrides = differences(outcomes)
     rows = [("run", "overrides", "status", *shown)]
     for number, outcome in enumerate(outcomes):
         name = outcome.name + (BEST if outcome is ranking.best else "")
-        rows.append((name, own[outcome.folder], outcome.status, *(cells[number] for cells in shown.values())))
-    equal = ", ".join(f"{key.replace(BYTES, MB)} {cell}" for key, cell in alike.items())
-    return "\n".join([*columns(rows), *([f"equal in all: {equal}"] if equal else [])])
+        cells = [column[number] for column in shown.values()]
+        rows.append((name, overrides[outcome.folder], outcome.status, *cells))
+    lines = [*columns(rows)]
+    if equal:
+        numbers = ", ".join(f"{key.replace(BYTES, MB)} {cell}" for key, cell in equal.items())
+        lines.append(f"equal in all: {numbers}")
+    return "\n".join(lines)
 
 
 def _format_cell(outcome: Outcome, key: str, style: str) -> str:
+    """Return a number of a run as text. Bytes are given in MB."""
     if key not in outcome.numbers:
         return NONE
     return format(outcome.numbers[key] / (1e6 if key.endswith(BYTES) else 1), style)
@@ -139,20 +159,27 @@ def write_csv(ranking: Ranking, path: Path) -> None:
     """Write a row for each run in the same order, and a column for every option and number that any run
     has."""
     rows = []
-    for o in ranking.outcomes:
-        options = {k.lstrip("+~"): v for k, _, v in (override.partition("=") for override in o.overrides)}
-        head = {"run": o.name, "status": o.status, "best": "yes" if o is ranking.best else ""}
-        rows.append({**head, "reason": o.reason, "folder": str(o.folder), **options, **o.numbers})
+    for outcome in ranking.outcomes:
+        row: dict[str, object] = {
+            "run": outcome.name, "status": outcome.status, "best": "yes" if outcome is ranking.best else "",
+            "reason": outcome.reason, "folder": str(outcome.folder),
+        }  # fmt: skip
+        for override in outcome.overrides:
+            key, _, value = override.partition("=")
+            row[key.lstrip("+~")] = value
+        rows.append(row | outcome.numbers)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), restval="")
         writer.writeheader()
         writer.writerows(rows)
 
 
-def _cost(outcome: Outcome, metric: str, is_maximised: bool | None) -> float:
-    """Return a number of which less is better; a run without the metric is the worst."""
+def _compute_cost(outcome: Outcome, metric: str, is_maximised: bool | None) -> float:
+    """Return a number of which less is better. A run without the metric is the worst."""
     value = outcome.numbers.get(metric, math.nan)
-    return math.inf if math.isnan(value) else -value if is_maximised else value
+    if math.isnan(value):
+        return math.inf
+    return -value if is_maximised else value
 
 
 # ------------------------------------------------------------------ curves
@@ -165,20 +192,23 @@ SHOTS = 2.0  # a loss that rises above the highest start by this factor is cut o
 
 
 def draw(ranking: Ranking, path: Path) -> bool:
-    """Draw the number that the runs are judged by, in training (lines) and on held-out data (marked), or
-    another metric by step.
+    """Draw the goal's number by step, in training (lines) and on held-out data (marked), or another metric.
 
     Returns:
         Whether there was anything to draw.
     """
+    # Choose the number that is drawn, and find its curves.
     goal = ranking.goal
     key = goal.name if ranking.metric in (goal.name, goal.held_out) else ranking.metric
     if not any(key in row for o in ranking.outcomes for row in o.rows):
         key = goal.name  # the metric is measured once in a run, and has no curve
-    of_goal = key == goal.name
-    curves = [(outcome, curve) for outcome in ranking.outcomes if (curve := points(outcome, key))]
+    is_goal = key == goal.name
+    curves = [(outcome, points(outcome, key)) for outcome in ranking.outcomes]
+    curves = [(outcome, curve) for outcome, curve in curves if curve]
     if not curves:
         return False
+
+    # Draw a line for each run, with marks on held-out data.
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -195,24 +225,31 @@ def draw(ranking: Ranking, path: Path) -> bool:
         means, size = smooth(curve, SMOOTH)
         sizes.append(size)
         axes.plot(*zip(*means, strict=True), ".-", ms=2, lw=1.3, color=colour, label=label)
-        if of_goal and (held_out := points(outcome, goal.held_out)):
+        if is_goal and (held_out := points(outcome, goal.held_out)):
             axes.plot(*zip(*held_out, strict=True), "o--", lw=0.8, ms=4, color=colour)
-    shown = goal.label if of_goal and len(ranking.units) < 2 else key.replace("_", " ")
+
+    # Label the axes, and bound them.
+    shown = goal.label if is_goal and len(ranking.units) < 2 else key.replace("_", " ")
     count = f"{len(curves)} run{'s' if len(curves) > 1 else ''}"
     axes.set(xlabel="step", ylabel=shown, title=f"{key.replace('_', ' ')} by step, {count}")
     axes.xaxis.get_major_locator().set_params(integer=True)
     start = max(curve[0][1] for _, curve in curves)
-    is_loss = of_goal and not goal.is_maximised
+    is_loss = is_goal and not goal.is_maximised
     if is_loss and max(v for _, curve in curves for _, v in curve) > SHOTS * start > 0:
-        axes.set_ylim(top=SHOTS * start)  # a run that diverges does not press the others flat
+        axes.set_ylim(top=SHOTS * start)  # so that a run that diverges does not flatten the others
     axes.grid(alpha=0.25)
+
+    # Explain the lines in the legend, which names the best runs.
     handles, texts = axes.get_legend_handles_labels()
     least, most = min(sizes), max(sizes)
     steps = f"{most}" if least == most else f"{least} to {most}"
-    title = "line: training" if of_goal else f"line: {key.replace('_', ' ')}"
-    title += f", mean of {steps} steps" if most > 1 else ""
-    title += "; marked: held-out" if of_goal else ""
-    title += f"; named: the best {named} of {len(curves)}" if named < len(curves) else ""
+    title = "line: training" if is_goal else f"line: {key.replace('_', ' ')}"
+    if most > 1:
+        title += f", mean of {steps} steps"
+    if is_goal:
+        title += "; marked: held-out"
+    if named < len(curves):
+        title += f"; named: the best {named} of {len(curves)}"
     figure.legend(
         handles[::-1], texts[::-1], loc="outside lower left", fontsize=8, frameon=False, title=title,
         title_fontsize=8, alignment="left",
@@ -230,30 +267,35 @@ def points(outcome: Outcome, key: str) -> list[tuple[float, float]]:
 def name_runs(outcomes: Sequence[Outcome]) -> dict[Path, str]:
     """Return a name for each run, by its folder: the choices and values that not all runs have in common.
 
-    The run's own name stands before them where two have the same, and where there are none.
+    The run's own name precedes them if they are long, if two runs have the same, or if there are none.
     """
-    own = {folder: _in_words(overrides) for folder, overrides in _own_overrides(outcomes).items()}
-    often = Counter(own.values())
-    named = {o.folder: o.name for o in outcomes}
-    return {
-        folder: text
-        if 0 < len(text) <= SHORT and often[text] == 1
-        else ": ".join(filter(None, [named[folder], text]))
-        for folder, text in own.items()
+    texts = {
+        folder: _describe_overrides(overrides)
+        for folder, overrides in _drop_common_overrides(outcomes).items()
     }
+    counts = Counter(texts.values())
+    names = {}
+    for outcome in outcomes:
+        text = texts[outcome.folder]
+        if 0 < len(text) <= SHORT and counts[text] == 1:
+            names[outcome.folder] = text
+        else:
+            names[outcome.folder] = ": ".join(filter(None, [outcome.name, text]))
+    return names
 
 
-def _in_words(overrides: Sequence[str]) -> str:
-    """Return overrides as a person says them.
+def _describe_overrides(overrides: Sequence[str]) -> str:
+    """Return overrides in words.
 
-    >>> _in_words(["optimizer=muon", "optimizer.lr=0.02", "+run.seed=3", "lr=19", "run.prompt=a b"])
+    >>> _describe_overrides(["optimizer=muon", "optimizer.lr=0.02", "+run.seed=3", "lr=19", "run.prompt=a b"])
     'muon, lr 0.02, seed 3, lr 19, prompt a b'
     """
     words = []
     for override in overrides:
         key, has_value, value = override.lstrip("+~").partition("=")
         if not has_value:
-            words += [f"no {key}"] if override.startswith("~") else []
+            if override.startswith("~"):
+                words.append(f"no {key}")
         elif "." in key or value.replace(".", "").replace("e-", "").isdigit():
             words.append(f"{key.rpartition('.')[2].replace('_', ' ')} {value}")
         else:
@@ -265,10 +307,14 @@ def _make_label(ranking: Ranking, outcome: Outcome, name: str) -> str:
     """Return a run's label in the legend: its name and its result."""
     name = name if len(name) <= LABEL else f"{name[: LABEL - 3]}..."
     value, metric = outcome.numbers.get(ranking.metric), ranking.metric.replace("_", " ")
-    notes = [] if value is None else [f"{metric.replace('held out', 'held-out')} {value:.4g}"]
-    notes += [] if outcome.status == "ok" else [outcome.status]
-    star = " *" if outcome is ranking.best else ""
-    return f"{name}{star}" + (f"  ({', '.join(notes)})" if notes else "")
+    notes = []
+    if value is not None:
+        notes.append(f"{metric.replace('held out', 'held-out')} {value:.4g}")
+    if outcome.status != OK:
+        notes.append(outcome.status)
+    if outcome is ranking.best:
+        name += BEST
+    return f"{name}  ({', '.join(notes)})" if notes else name
 
 
 def write_comparison(
@@ -289,14 +335,18 @@ def write_comparison(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / table_name).write_text(table + "\n", encoding="utf-8")
     write_csv(ranking, folder / f"{stem}.csv")
-    picture.unlink(missing_ok=True)  # an earlier picture must not stay where there is nothing to draw now
-    written = [f"{stem}.csv", *([picture.name] if draw(ranking, picture) else [])]
-    notes = [f"{ranking.failed} of {len(outcomes)} not finished"] if ranking.failed else []
-    return "\n".join([table, *_verdict(ranking), *notes, f"written: {', '.join(written)}"]), ranking
+    picture.unlink(missing_ok=True)  # an earlier picture must not stay if there is nothing to draw now
+    written = [f"{stem}.csv"]
+    if draw(ranking, picture):
+        written.append(picture.name)
+    lines = [table, *_explain_star(ranking)]
+    if ranking.failed:
+        lines.append(f"{ranking.failed} of {len(outcomes)} not finished")
+    return "\n".join([*lines, f"written: {', '.join(written)}"]), ranking
 
 
-def _verdict(ranking: Ranking) -> list[str]:
-    """Say which run is the best, or why none has a star."""
+def _explain_star(ranking: Ranking) -> list[str]:
+    """Return a line that says which run is the best, or why none has a star; no line if that is plain."""
     metric, units = ranking.metric, ranking.units
     if ranking.best is not None:
         side = "highest" if ranking.is_maximised else "lowest"

@@ -1,2 +1,1 @@
-"""Explain: predict what a configuration takes on named hardware, in numbers and pictures, without
-training."""
+"""Explain: predict what a configuration takes on named hardware, without training."""

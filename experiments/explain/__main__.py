@@ -1,5 +1,8 @@
-"""`python -m experiments.explain model=70b strategy=full_shard mesh.shard=1024 hardware=h100`; and of a run,
-`python -m experiments.explain run=outputs/2030-01-31/12-00-00`."""
+"""`python -m experiments.explain`: predict a step, or tell where the time of a run went.
+
+python -m experiments.explain model=70b strategy=full_shard mesh.shard=1024 hardware=h100
+python -m experiments.explain run=outputs/2030-01-31/12-00-00
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from fnshard import plot
 
 
 def write_explanation(config: ExplainConfig, folder: Path) -> None:
-    """Print what is known of a configuration, and write it to a folder with the schedule and pictures."""
+    """Print the report on a configuration, and write it to a folder with the schedule and pictures."""
     paper = explain(config)
     text = report.as_text(paper)
     print(text, flush=True)
@@ -32,7 +35,7 @@ def write_explanation(config: ExplainConfig, folder: Path) -> None:
     print(f"\nresults: {folder}", flush=True)
 
 
-def write_waste(arguments: list[str]) -> None:
+def write_time_report(arguments: list[str]) -> None:
     """Print where a run's time went, and write it to the run's folder."""
     if len(arguments) > 1:
         raise ConfigError(f"{' '.join(arguments)}: run=DIR stands alone, a run has its configuration.")
@@ -45,7 +48,7 @@ def write_waste(arguments: list[str]) -> None:
 def main(arguments: list[str]) -> None:
     """Explain a run (`run=DIR`) or a configuration."""
     if any(each.startswith("run=") for each in arguments):
-        exit_with(lambda: write_waste(arguments))
+        exit_with(lambda: write_time_report(arguments))
     else:
         answer(COMMAND, write_explanation)
 

@@ -36,7 +36,7 @@ PER_PARAMETER = 20  # a compute-optimal run has so many tokens for each paramete
 
 
 def not_on_paper(hardware: HardwareConfig, optimizer: AdamWConfig | SGDConfig | dict[str, Any]) -> list[str]:
-    """Return, in words, what a configuration leaves open that only a job on a machine can find out."""
+    """Return a line for each value that a configuration leaves to a job on a machine."""
     wrong = []
     if hardware.name == AUTO:
         wrong.append("hardware=auto: a job looks what it runs on; here say which, or hardware=measure.")
@@ -47,19 +47,20 @@ def not_on_paper(hardware: HardwareConfig, optimizer: AdamWConfig | SGDConfig | 
 
 @configuration
 class PaperTextConfig(DataConfig):
-    """Text, of which a step has `rows`; null is one row for each rank and micro-batch."""
+    """The data of a text. A step has `rows`; null is one row for each rank and micro-batch."""
 
     rows: PositiveInt | None = None
 
 
 @configuration
 class PaperShardsConfig(ShardsConfig):
-    """Shards, none of which is read; a step has `rows`, and null is one row for each rank and micro-batch."""
+    """The data of shards, none of which is read. A step has `rows`; null is one row for each rank and
+    micro-batch."""
 
     rows: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        """Take a configuration that names no folder."""
+        """Accept a configuration that names no folder."""
 
 
 # The keys of the main job that a step on paper depends on. A recipe may have others, which have no effect
@@ -68,18 +69,22 @@ ON_PAPER = {"run": ("accumulate", "micro_order", "zero_bubble_memory", "device_g
 
 
 def without_effect(config: Any, on_paper: Mapping[str, Sequence[str]] = ON_PAPER) -> list[str]:
-    """Return the keys of a recipe that somebody has set and that change nothing here."""
-    found = []
-    for group, counts in on_paper.items():
+    """Return the keys that differ from their defaults and change nothing here.
+
+    Args:
+        on_paper: the keys that count, by group.
+    """
+    keys = []
+    for group, counted in on_paper.items():
         values = getattr(config, group)
         if isinstance(values, dict):
             continue
-        found += [
-            f"{group}.{each.name}" for each in dataclasses.fields(values)
-            if each.name not in (*counts, "name") and getattr(values, each.name) != each.default
-            and each.default is not dataclasses.MISSING
-        ]  # fmt: skip
-    return found
+        for each in dataclasses.fields(values):
+            has_default = each.default is not dataclasses.MISSING
+            is_changed = has_default and getattr(values, each.name) != each.default
+            if is_changed and each.name not in (*counted, "name"):
+                keys.append(f"{group}.{each.name}")
+    return keys
 
 
 @configuration
@@ -87,9 +92,9 @@ class ExplainConfig:
     """The whole configuration of `experiments.explain`.
 
     It is that of the main job, so that recipes fit. A step on paper depends on the model, its layout, rows
-    and micro-batches. `run.device_gb` is how much the step may take of a rank's device, in 1e9 bytes; null is
-    all that the hardware has. With `data.rows` null there is one row for each rank and micro-batch. `tokens`
-    is how many the whole training would read; null is 20 for each parameter.
+    and micro-batches. `run.device_gb` are the bytes that the step may take of a rank's device, in 1e9; null
+    is all that the hardware has. With `data.rows` null there is one row for each rank and micro-batch.
+    `tokens` are those that the whole training would read; null is 20 for each parameter.
     """
 
     model: DecoderConfig | Target
@@ -119,12 +124,12 @@ class ExplainConfig:
         if self.mesh.shard is None:
             wrong.append("mesh.shard=null: say how many ranks, as in mesh.shard=64; none have to exist.")
         else:
-            wrong += self._uncut()
+            wrong += self._find_uneven_rows()
         if wrong:
             raise ValueError("\n  ".join(wrong))
 
-    def _uncut(self) -> list[str]:
-        """Return, in words, why the batch cannot be cut into the ranks' micro-batches."""
+    def _find_uneven_rows(self) -> list[str]:
+        """Return a line if the batch does not divide into the ranks' micro-batches."""
         parts = self.mesh.data_ranks * self.run.accumulate
         rows = self.batch_rows
         if rows is None or rows % parts == 0:
@@ -136,12 +141,12 @@ class ExplainConfig:
 
     @property
     def batch_rows(self) -> int | None:
-        """The rows of the global batch; None where nobody has said how many."""
+        """Return the rows of the global batch; None if the configuration names no number."""
         return self.data.get("rows") if isinstance(self.data, dict) else self.data.rows
 
     @property
     def rows(self) -> int:
-        """The rows of one rank's batch, all micro-batches together."""
+        """Return the rows of one rank's batch, all micro-batches together."""
         rows = self.batch_rows
         return self.run.accumulate if rows is None else rows // self.mesh.data_ranks
 

@@ -1,4 +1,4 @@
-"""A step on paper: one that is lowered for a mesh that need not exist, and all that is known of it."""
+"""A step on paper: a step that is lowered for a mesh that need not exist, with its analyses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fnshard.step.lowered import Lowered
 
 @dataclass(frozen=True)
 class StepOnPaper:
-    """A step on paper.
+    """A step on paper, with its memory, traffic and time.
 
     Args:
         device_bytes: the bytes that the step may take of a rank's device.
@@ -49,33 +49,34 @@ class StepOnPaper:
 
     @property
     def tokens_per_step(self) -> int:
-        """The tokens that all ranks read in a step, or rows where these are counted."""
+        """Return the tokens that all ranks read in a step, or the rows if these are counted."""
         return self.config.rows * self.subject.tokens * self.config.mesh.data_ranks
 
     @property
     def tokens_per_day(self) -> float:
-        """The tokens, or rows, that all ranks read in a day, by prediction."""
+        """Return the tokens, or rows, that all ranks read in a day, by prediction."""
         return 86_400 * self.tokens_per_step / self.timeline.step_seconds
 
     @property
     def budget(self) -> int:
-        """The tokens, or rows, that the whole training reads."""
+        """Return the tokens, or rows, that the whole training reads."""
         return int(self.config.tokens or PER_PARAMETER * self.subject.parameters)
 
     @property
     def device_hours(self) -> float:
-        """The hours of all devices together that the whole training takes."""
+        """Return the hours of the whole training, added up over all devices."""
         return 24 * self.config.mesh.ranks * self.budget / self.tokens_per_day
 
     @property
     def cost(self) -> float | None:
-        """The price of the whole training; None where no price of an hour is known."""
+        """Return the price of the whole training; None if no price of an hour is known."""
         price = self.config.hardware.price_per_hour
         return None if price is None else price * self.device_hours
 
 
 def explain(config: ExplainConfig) -> StepOnPaper:
-    """Lower the configuration's step; nothing is compiled, nothing runs."""
+    """Lower the configuration's step. Nothing is compiled, and nothing runs."""
+    # The hardware, and the mesh, whose devices need not exist.
     name, gigabytes, found = config.hardware.name, config.run.device_gb, None
     hardware = hardware_of(name)
     device = "cuda" if hardware.overlap else "cpu"
@@ -83,23 +84,29 @@ def explain(config: ExplainConfig) -> StepOnPaper:
     config = replace(config, precision=config.precision.on(device, sums=sums))
     device_bytes = hardware.memory_bytes if gigabytes is None else int(gigabytes * 1e9)
     axes = {name: size for name, size in config.mesh.axes.items() if size > 1 or name == "shard"}
-    mesh = fs.make_mesh(**axes, device=device, abstract=True)  # its devices need not be here
+    mesh = fs.make_mesh(**axes, device=device, abstract=True)
+
+    # The model, its batch and optimizer.
     subject = make_subject(config)
     loss_fn, params, batch = subject.loss, subject.params, subject.batch(config.rows)
     optimizer = make_optimizer(config.optimizer, ScheduleConfig(name="constant"), 1, subject.undecayed)
-    how = {"tensor": axis_of("tensor", mesh), **dtypes_of(config.precision)}
+
+    # The layout and options, which the strategy names or a search finds.
+    preset_options = {"tensor": axis_of("tensor", mesh), **dtypes_of(config.precision)}
     options = fs.StepOptions(grad_norm=True, **config.mesh.options)
     strategy = config.strategy
     if strategy.name == AUTO:
         found = fs.fit(
             loss_fn, params, mesh, batch=batch, device_bytes=device_bytes, hardware=hardware,
-            optimizer=optimizer, specs=fs.presets.full_shard(params, mesh, **how), **options,
+            optimizer=optimizer, specs=fs.presets.full_shard(params, mesh, **preset_options), **options,
         )  # fmt: skip
         specs, options, lowered = found.specs, found.options, found.lowered
     else:
         tiers = {name: getattr(strategy, name) for name in ("memory", "optimizer_memory", "update_on")}
         if config.specs is None:
-            specs = fs.presets.PRESETS[strategy.name](params, mesh, chunks=strategy.chunks, **how, **tiers)
+            specs = fs.presets.PRESETS[strategy.name](
+                params, mesh, chunks=strategy.chunks, **preset_options, **tiers
+            )
         else:
             specs = specs_of(config.specs, params, dtypes_of(config.precision) | tiers)
         options = replace(
@@ -110,7 +117,8 @@ def explain(config: ExplainConfig) -> StepOnPaper:
         )  # fmt: skip
         step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, **options)
         lowered = step.lower(params, *batch)
-    # CPU ranks talk through shared memory, as those of the main job do; `fs.fit` plans without it.
+
+    # CPU ranks communicate through shared memory, as those of the main job do; `fs.fit` plans without it.
     shared = "shared" if not hardware.overlap and mesh.size > 1 and found is None else None
     return StepOnPaper(
         config, hardware, device_bytes, subject, mesh, specs, options, lowered,

@@ -24,10 +24,10 @@ from fnshard.search.price import price
 
 WORTH = 0.01  # smaller shares of a step are not shown
 MOST = 6  # the most lines, and changes, that are shown
-FAR = 2.0  # a prediction that is wrong by this factor is said to be far off
+FAR = 2.0  # a prediction that is wrong by this factor is far off
 SLOW = 1.25  # a kernel that takes so many times the prediction is slow
 SHARED = ("model", "mesh", "strategy", "precision", "optimizer")  # groups of the main job and of `explain`
-# The keys, or reasons, that a share of a run's seconds depends on.
+# The keys, or circumstances, that a part of a run's seconds depends on.
 HINTS = {
     "start": "imports, launch of ranks, data, model",
     "lowering": "once a run: tracing the step and planning its schedule",
@@ -44,6 +44,7 @@ def report_time(folder: Path) -> str:
     Raises:
         ConfigError: it is no run's folder, or one of its files is damaged.
     """
+    # The seconds of the whole run.
     record = _read_run_record(folder)
     parts = [
         f"{folder}: {record['totals'].get('steps', 0)} steps, {record['status']}",
@@ -52,11 +53,15 @@ def report_time(folder: Path) -> str:
     run = read_measurements(folder)
     if run is None:
         return "\n\n".join([*parts, "no second step was made: nothing is known of a step's time"])
-    why = _why_not_on_paper(record["config"])
+
+    # The time of a step next to its prediction, if the run's configuration can be predicted.
+    why = _explain_not_on_paper(record["config"])
     paper = None if why else _put_on_paper(record["config"], folder)
     named = str(record["config"].get("hardware", {}).get("name", ""))
     is_measured = named == "measure" or named.startswith(MEASURED)
     parts.append(_tabulate_step(run.step.measured, run.step.predicted[""], paper, is_measured))
+
+    # The lines that lose time, if they were measured, and the changes that would save some.
     if (folder / LINES).exists():
         profile = read_record(folder / LINES) or {}
         parts.append(_tabulate_lines(profile, run.step.measured, run.hardware["overlap"]))
@@ -67,20 +72,21 @@ def report_time(folder: Path) -> str:
 
 
 def _read_run_record(folder: Path) -> Mapping[str, Any]:
+    """Read a run's record, after checking that its files are whole."""
     if not (folder / RUN).exists():
         raise ConfigError(f"run={folder}: has no {RUN}; a run of train or finetune writes it.")
     try:
         record = read_record(folder / RUN) or {}
         read_measurements(folder)
-        if {"totals", "status", "config"} <= record.keys():
-            return record
-        raise KeyError(*({"totals", "status", "config"} - record.keys()))
+        if missing := {"totals", "status", "config"} - record.keys():
+            raise KeyError(*missing)
     except DAMAGED as error:
         raise ConfigError(f"run={folder}: its files are damaged: {type(error).__name__}: {error}.") from None
+    return record
 
 
 def _tabulate_seconds(record: Mapping[str, Any]) -> str:
-    """Tabulate the seconds of the run, by what they went to."""
+    """Tabulate the seconds of the run by the parts of its work."""
     totals = record["totals"]
     seconds = {name: totals.get(f"{name}_s", 0.0) for name in PARTS}
     whole = max(totals["seconds"], 1e-9)
@@ -91,8 +97,8 @@ def _tabulate_seconds(record: Mapping[str, Any]) -> str:
     return "\n".join(columns(rows))
 
 
-def _why_not_on_paper(config: Mapping[str, Any]) -> str:
-    """Say why changes of a run are not predicted; return "" where they are."""
+def _explain_not_on_paper(config: Mapping[str, Any]) -> str:
+    """Return why changes of a run are not predicted; "" if they are."""
     if "rows" not in config.get("data", {}) or "width" not in config.get("model", {}):
         return "predicted for the decoder of experiments.train alone"
     run = config["run"]
@@ -106,9 +112,10 @@ def _why_not_on_paper(config: Mapping[str, Any]) -> str:
 
 
 def _put_on_paper(config: Mapping[str, Any], folder: Path) -> StepOnPaper:
-    """Return the run's step on paper, with the speed that it has measured."""
+    """Return the run's step on paper, predicted by the speed that the run has measured."""
     rows, run = config["data"]["rows"], config["run"]
-    values = {name: config[name] for name in SHARED} | {
+    values = {name: config[name] for name in SHARED}
+    values |= {
         "specs": config.get("specs"), "data": {"rows": rows},
         "run": {n: run[n] for n in ("accumulate", "micro_order", "zero_bubble_memory") if n in run},
         "hardware": {"name": f"{MEASURED}{folder}"},
@@ -119,7 +126,7 @@ def _put_on_paper(config: Mapping[str, Any], folder: Path) -> StepOnPaper:
 def _tabulate_step(measured: float, predicted: float, paper: StepOnPaper | None, is_measured: bool) -> str:
     """Tabulate a step's time, its prediction, and the time of its kernels alone.
 
-    Where the prediction is far off and knows nothing of this machine, the text says how it can learn.
+    If the prediction is far off and knows nothing of this machine, the text says how it can learn.
     """
     rows = [
         ("a step", ""),
@@ -127,8 +134,8 @@ def _tabulate_step(measured: float, predicted: float, paper: StepOnPaper | None,
         ("  predicted by the table", time_text(predicted)),
     ]
     if paper is not None:
-        runs = {n for n, line in enumerate(paper.lowered.schedule.instructions) if isinstance(line, Run)}
-        limit = sum(s.end - s.start for s in paper.timeline.spans if s.index in runs)
+        kernels = {n for n, line in enumerate(paper.lowered.schedule.instructions) if isinstance(line, Run)}
+        limit = sum(span.end - span.start for span in paper.timeline.spans if span.index in kernels)
         text = f"{time_text(limit)}, so {max(0.0, 1 - limit / measured):.0%} are spent on all else"
         rows.append(("  its kernels alone, by the speed measured", text))
     text = "\n".join(columns(rows))
@@ -146,29 +153,35 @@ def _tabulate_step(measured: float, predicted: float, paper: StepOnPaper | None,
 def _tabulate_lines(profile: Mapping[str, Any], total: float, overlaps: bool) -> str:
     """Tabulate the lines of the schedule that lose most of a step, and name the rank that is waited for.
 
-    Lost are the seconds of collectives that nothing hides, and those beyond the prediction.
+    The seconds of collectives that nothing hides are lost, and so are those beyond the prediction.
 
     Args:
         total: the seconds of a step.
         overlaps: whether the hardware can hide collectives.
     """
-    groups: dict[tuple[str, str], list[float]] = {}
+    # Lines of one kind in equal units are added up.
+    groups: dict[tuple[str, str], tuple[float, float, float]] = {}
     for line in profile["lines"]:
-        unit = re.sub(r"\.\d+", ".*", line["unit"])
-        group = groups.setdefault((line["kind"], unit), [0.0, 0.0, 0.0])
-        for place, name in enumerate(("measured_s", "predicted_s", "exposed_s")):
-            group[place] += line[name]
-    found = []
+        key = line["kind"], re.sub(r"\.\d+", ".*", line["unit"])
+        measured, predicted, exposed = groups.get(key, (0.0, 0.0, 0.0))
+        groups[key] = (
+            measured + line["measured_s"], predicted + line["predicted_s"], exposed + line["exposed_s"],
+        )  # fmt: skip
+
+    # The groups that lose most.
+    losses = []
     for (kind, unit), (measured, predicted, exposed) in groups.items():
         lost, why = exposed, "nothing is computed meanwhile"
         if not (overlaps and exposed):
             lost = measured - predicted if measured > SLOW * predicted else 0.0
             why = f"{measured / predicted:.1f} times the prediction" if predicted else "not predicted"
         if lost >= WORTH * total:
-            found.append((lost, (f"  {kind} {unit}", time_text(measured), time_text(lost), why)))
+            losses.append((lost, (f"  {kind} {unit}", time_text(measured), time_text(lost), why)))
     rows = [("lines of a step", "measured", "lost", "")]
-    rows += [row for _, row in sorted(found, key=lambda pair: -pair[0])[:MOST]]
-    text = "\n".join(columns(rows) if found else ["lines of a step: none loses 1% of it"])
+    rows += [row for _, row in sorted(losses, key=lambda pair: -pair[0])[:MOST]]
+    text = "\n".join(columns(rows)) if losses else "lines of a step: none loses 1% of it"
+
+    # The rank that waits least is the one that the others wait for.
     waits = profile["exposed_s"]
     if len(waits) > 1 and max(waits) - min(waits) >= WORTH * total:
         least = waits.index(min(waits))
@@ -182,7 +195,7 @@ def _tabulate_lines(profile: Mapping[str, Any], total: float, overlaps: bool) ->
 
 def _tabulate_changes(paper: StepOnPaper) -> str:
     """Tabulate the changes of one key that fit and gain most tokens a second, by prediction."""
-    found = []
+    gains = []
     now = price(paper.config, paper.memory, paper.timeline)
     for words, config in neighbours(paper.config):
         try:
@@ -194,17 +207,18 @@ def _tabulate_changes(paper: StepOnPaper) -> str:
         if other.fits(paper.device_bytes) and gain >= WORTH:
             extra = other.peak_bytes - now.peak_bytes
             more = f"{byte_text(abs(extra))} {'more' if extra > 0 else 'less'} on the device"
-            found.append((gain, (f"  {words}", f"{gain:+.1%}", more if extra else "")))
-    if not found:
+            gains.append((gain, (f"  {words}", f"{gain:+.1%}", more if extra else "")))
+    if not gains:
         return "changes of one key: none makes the step 1% faster, by prediction"
     rows = [("changes of one key", "tokens a second, predicted", "")]
-    return "\n".join(columns(rows + [row for _, row in sorted(found, key=lambda pair: -pair[0])[:MOST]]))
+    rows += [row for _, row in sorted(gains, key=lambda pair: -pair[0])[:MOST]]
+    return "\n".join(columns(rows))
 
 
 def neighbours(config: ExplainConfig) -> Iterator[tuple[str, ExplainConfig]]:
     """Yield configurations in which one key is changed, with the words that change it.
 
-    The numbers that a step computes stay the same, except for rounding: dtypes are not changed, since one
+    The numbers that a step computes stay the same, except for rounding. Dtypes are not changed, since a dtype
     that no run has measured is not predicted well.
     """
     strategy, rows = config.strategy, config.rows
@@ -224,6 +238,7 @@ def neighbours(config: ExplainConfig) -> Iterator[tuple[str, ExplainConfig]]:
 
 
 def _change(config: ExplainConfig, group: str, **values: Any) -> Iterator[tuple[str, ExplainConfig]]:
+    """Yield a configuration with other values of a group; nothing if it has these values already."""
     before = getattr(config, group)
     if any(getattr(before, key) != value for key, value in values.items()):
         words = " ".join(f"{group}.{k}={'null' if v is None else v}" for k, v in values.items())
