@@ -126,21 +126,21 @@ class RewardedData:
             lengths: the positions of each answer, with its prompt.
             rows: a result of `rows_of`, perhaps with some empty rows.
         """
-        # What there is for each position, [rows, tokens].
+        # The values of positions, [rows, tokens].
         shape = (len(rows), self.config.data.tokens)
         names = ("tokens", "targets", "sampler", "entropy", "advantages", "positions", "documents")
         floats = ("sampler", "entropy", "advantages")
         packed = {n: torch.zeros(shape, dtype=torch.float32 if n in floats else torch.int64) for n in names}
         packed["targets"].fill_(IGNORE)
 
-        # What there is for each answer, [rows, most].
+        # The values of answers, [rows, most].
         all_count = torch.ones(len(batch["rewards"]), dtype=torch.bool)
         of_answers = {"rewards": batch["rewards"], "answers": batch.get("answers", all_count)}
         shape_of_answers = (len(rows), self.most)
         by_answer = {n: torch.zeros(shape_of_answers, dtype=v.dtype) for n, v in of_answers.items()}
         each = {name: torch.zeros(shape_of_answers) for name in batch["each"]}
 
-        # The answers of a row are put one behind the other, without their padding.
+        # The answers of a row follow one another, without their padding.
         for row, numbers in enumerate(rows):
             start = 0
             for document, number in enumerate(numbers, 1):

@@ -68,7 +68,7 @@ def make_prefill(lm: LanguageModel, slots: int) -> Prefill:
     def fn(params: Any, tokens: Tensor, last: Tensor) -> tuple[Tensor, Cache]:
         recorded = _RecordingCache()
         hidden = lm.run(params, tokens, None, None, recorded)
-        room = (0, 0, 0, slots - tokens.shape[1])  # empty slots behind the prompt's
+        room = (0, 0, 0, slots - tokens.shape[1])  # empty slots after the prompt's
         cache = [tuple(F.pad(t, room) for t in recorded.layers[layer]) for layer in sorted(recorded.layers)]
         return _compute_logits_at(lm, params, hidden, last), cache
 
