@@ -113,7 +113,8 @@ def _swap_leaves(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[Non
         _check_paths(model, places, stored, params)
         others = {i: params[path] for i, path in stored.items()}
 
-        # Remember what forward may write to: leaves by their versions, the module's other tensors by numbers.
+        # Remember what forward may write to: leaves by their versions, the module's other tensors by
+        # their values.
         plain = [path for path, leaf in params.items() if is_plain(leaf)]
         versions = {path: params[path]._version for path in plain if params[path].requires_grad}
         contents = Contents(model)

@@ -98,7 +98,7 @@ class Gpu:
 
 
 class Stub:
-    """A stub of a CPU in the place of a GPU. Bytes are those of the process, and nothing waits."""
+    """A stub, by which a CPU takes the place of a GPU. Bytes are those of the process; nothing waits."""
 
     def prepare(self) -> None:
         """Do nothing: a CPU keeps no workspace."""

@@ -53,7 +53,7 @@ class Part:
     """A part of a stage, which measures something.
 
     Args:
-        run: a generator of findings, of `(config, folder)`. The folder is for large ones.
+        run: a function of `(config, folder)` that yields findings. Large ones are written to the folder.
         targets: the names of findings that the table shows, with the values that are expected.
         gpu: whether it needs a GPU.
     """
@@ -163,7 +163,7 @@ def choose_parts(config: BenchConfig) -> dict[str, list[str]]:
     Raises:
         ConfigError: a name is unknown.
     """
-    known = {f"{name}.{part}": run for name, stage in STAGES.items() for part, run in stage.parts.items()}
+    known = {f"{stage}.{name}": part for stage, own in STAGES.items() for name, part in own.parts.items()}
     wanted, unknown = set(), []
     for word in config.parts:
         matches = [full for full in known if word in (full, *full.split(".", 1))]

@@ -109,7 +109,7 @@ def presets(config: BenchConfig, folder: Path) -> Iterator[Found]:
     params = {path: leaf.detach().clone() for path, leaf in params.items()}
     truth = train_plainly(model, feed)
 
-    # Train by each preset, of whose names only one is taken if it has several.
+    # Train by each preset. One with several names is trained once.
     mesh, differences = fs.make_mesh(shard=1, device=config.device), {}
     names = {preset: name for name, preset in fs.presets.PRESETS.items()}
     for preset, name in names.items():

@@ -346,7 +346,7 @@ def write_comparison(
 
 
 def _explain_star(ranking: Ranking) -> list[str]:
-    """Return a line that says which run is the best, or why none has a star; no line if that is plain."""
+    """Return a line on which run is the best or why none has a star; [] if there is nothing to say."""
     metric, units = ranking.metric, ranking.units
     if ranking.best is not None:
         side = "highest" if ranking.is_maximised else "lowest"

@@ -53,7 +53,7 @@ class PlanConfig:
     tokens a parameter, and no number of rows. `optimizer_dtypes` are dtypes of the optimizer's state that are
     tried besides the precision's; they take fewer bytes, and give other numbers. `device_gb` are the bytes of
     a device that a step may take, in 1e9; null is nine tenths of what the hardware has (the allocator and
-    NCCL need the others).
+    NCCL need the rest).
     """
 
     model: DecoderConfig | Target
@@ -91,7 +91,7 @@ class PlanConfig:
 
     @cached_property
     def is_layered(self) -> bool:
-        """Return whether all layers can be priced by a few.
+        """Return whether the price of all layers follows from that of a few.
 
         That holds for the main job's decoder, and for the user's own language model if it has a key `layers`
         and leaves `layers.0`, `layers.1` and so on.

@@ -125,7 +125,7 @@ class DecoderPlan:
 
     def overrides(self, rows: int) -> str:
         """Return the plan as arguments of `experiments.train` and `experiments.explain`."""
-        # Each key with its value, and whether it is named, as it differs from the default.
+        # Each key with its value, and whether it is named: always, or only if it differs from the default.
         accumulate = rows // self.data_ranks // self.micro_rows
         keys = [
             ("strategy", self.preset, True),

@@ -51,7 +51,7 @@ def check_decoder(model: nn.Module) -> None:
     trunk, config = model.get_submodule(trunk_of(model)), config.get_text_config()
     wrong = []
 
-    # Every layer has to see the tokens before a query, and no others.
+    # No layer may see tokens after a query, and its kind of mask has to be known here.
     causal = [m.is_causal for m in trunk.modules() if hasattr(m, "is_causal")]
     if getattr(config, "is_encoder_decoder", False):
         wrong.append("it is an encoder with a decoder")
@@ -91,7 +91,7 @@ def cache_parameter(trunk: nn.Module) -> str:
 
 
 def experts_of(trunk: nn.Module) -> dict[str, bool]:
-    """Return a trunk's paths of leaves with a matrix of each expert, and whether it is [in, out]."""
+    """Return the trunk's leaves with a matrix for each expert, by path, and whether these are [in, out]."""
     return {
         f"{name}.{key}": getattr(module, "is_transposed", False)
         for name, module in trunk.named_modules()

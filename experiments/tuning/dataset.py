@@ -85,7 +85,7 @@ def pack(lengths: np.ndarray, context: int, most: int = DOCUMENTS) -> list[list[
     """
     rows: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(context + 1)]  # rows by the room that they have left
-    rooms = 0  # a set of bits: bit n is 1 if a row has room for n more positions
+    rooms = 0  # a set of bits: bit n is 1 if some row has exactly n positions left
     for sample in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[sample])
         # Take the fullest row that has room enough, or a new one.

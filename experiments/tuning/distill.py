@@ -43,7 +43,7 @@ def distill(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Calla
         divergence = torch.where(mask, (ours.exp() * (ours - theirs)).sum(-1), 0.0)  # [B, T]
         agree = mask & (ours.argmax(-1) == theirs.argmax(-1))
         count = mask.sum()
-        aux = {"agreement": Mean(agree.sum().float(), count)}
-        return Mean(divergence.sum(), count, bound=float(mask.numel())), aux
+        total = Mean(divergence.sum(), count, bound=float(mask.numel()))
+        return total, {"agreement": Mean(agree.sum().float(), count)}
 
     return loss

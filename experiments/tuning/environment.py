@@ -136,7 +136,7 @@ class _Talk:
             self.reward = self._read_reward(result)
         except ConfigError as error:
             self.error = self.error or error
-        except BaseException as error:  # the user's own code, or the end that `ask` raises once closed
+        except BaseException as error:  # the user's own code, or the SystemExit of `ask` once closed
             if not self._is_closed:
                 self.error = self.error or self._make_error(describe(error))
         self._is_over = True

@@ -19,7 +19,10 @@ from fnshard.losses import IGNORE
 
 
 def make_hidden(tuning: Tuning, *, training: bool) -> Callable[[Any, Batch], Tensor]:
-    """Make `fn(params, batch)`, which gives hidden states [B, T, D] in fp32 or wider, 0 without a target."""
+    """Make `fn(params, batch)`, which gives hidden states [B, T, D] in fp32 or wider.
+
+    They are 0 at positions without a target.
+    """
     lm: LanguageModel = tuning.lm
 
     def hidden(params: Any, batch: Batch) -> Tensor:

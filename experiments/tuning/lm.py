@@ -230,8 +230,8 @@ class LanguageModel:
     def losses(self, params: Any, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
         """Compute -log p of every target after hidden states [B, T, D], as [B, T] in fp32 or wider.
 
-        It is 0 where the target is `IGNORE`. If the head is plain, only few tokens' logits are in memory at
-        once.
+        It is 0 where the target is `IGNORE`. If the head is plain, only a few tokens' logits are in memory
+        at once.
 
         Args:
             targets: int64 [B, T], the token that follows each one.

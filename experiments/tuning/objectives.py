@@ -94,7 +94,7 @@ def preference(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Lo
 
 
 def policy_gradient(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
-    """Make a loss of the rewards of a policy's answers, a function of `fs.losses.policy` by its name.
+    """Make the loss of `fs.losses.policy` that the config names, from rewards of the policy's answers.
 
     The batch has int64 [N, T] `tokens` and `targets`, fp32 [N, T] `sampler` and `entropy`, fp32 [N, 1]
     `advantages`, fp32 [N] `rewards`, and `each` of them by name. In ppo `advantages`, `values` and `returns`

@@ -29,10 +29,9 @@ def reward(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Callab
         margin, count, weights = chosen - rejected, counted.sum(), counted.to(scores.dtype)
         total = Mean((-F.logsigmoid(margin) * weights).sum(), count, bound=float(counted.numel()))
         margin = margin.detach()
-        is_right = (margin > 0).to(margin.dtype)
         return total, {
             "margin": Mean((margin * weights).sum(), count),
-            "accuracy": Mean((is_right * weights).sum(), count),
+            "accuracy": Mean(((margin > 0).to(margin.dtype) * weights).sum(), count),
         }
 
     return loss

@@ -274,7 +274,7 @@ class RewardedBatches:
     def _pack(self, batch: Mapping[str, Any], lengths: Sequence[int]) -> Mapping[str, Any]:
         """Pack answers into as many micro-batches as the rank that needs most of them."""
         rows = self.prompts.rows_of(lengths)
-        # Each micro-batch has collectives, so that all ranks need equally many. Empty rows fill the others'.
+        # Each micro-batch has collectives, so all ranks need equally many. Ranks with fewer add empty rows.
         most = max(map(int, self.exchange(str(len(rows)))))
         rows = rows + [[] for _ in range(most - len(rows))]
         return self.prompts.pack_answers(batch, lengths, rows)
@@ -464,7 +464,7 @@ def make_rewarded_batches(
     else:
         drawn_specs, gather, agree = specs, lambda blocks: blocks, exchange
 
-    # One program reads prompts and draws the first tokens, another draws several next ones.
+    # One program reads prompts and draws the first tokens; another draws several tokens that follow.
     sampling, count = (config.temperature, config.top_p), min(TOGETHER, config.tokens)
     first = make_first_draw(tuning.lm, prompts.longest + config.tokens, *sampling)
     following = make_next_draws(tuning.lm, count, *sampling)

@@ -80,8 +80,8 @@ def make_decode(lm: LanguageModel) -> Decode:
 
     def fn(params: Any, tokens: Tensor, positions: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
         extended = _ExtendingCache(cache, positions)
-        slots = torch.arange(extended.slots, device=positions.device)
-        distance = (positions[:, None] - slots)[:, None, None]  # [B, 1, 1, slots]
+        distance = positions[:, None] - torch.arange(extended.slots, device=positions.device)
+        distance = distance[:, None, None]  # [B, 1, 1, slots]
         mask = lm.mask(params, distance >= 0, distance)
         hidden = lm.run(params, tokens[:, None], positions[:, None], mask, extended)
         new_cache = [extended.layers[layer] for layer in sorted(extended.layers)]
@@ -143,7 +143,8 @@ def draw(
     probs = logprobs.double().exp()
     entropy = -(probs * logprobs).sum(-1).float()
 
-    # A number in [0, 1) selects the token in whose part of the cumulated probabilities it lies.
+    # A number in [0, 1) selects the token whose interval of the cumulative probabilities has it. At
+    # temperature 0 the likeliest token is taken.
     if temperature == 0:
         tokens = logprobs.argmax(-1)
     else:
@@ -270,7 +271,7 @@ class Rollouts:
             self._record(drawn, answers, busy, owner, tokens)
 
     def _to_device(self, *arrays: np.ndarray) -> list[Tensor]:
-        """Copy arrays to the device. They share no memory with the arrays, which are written in place."""
+        """Copy arrays to the device. The copies share no memory with these, which are written in place."""
         return [torch.from_numpy(array.copy()).to(self.device) for array in arrays]
 
     def _prefill_rows(

@@ -66,8 +66,9 @@ class Vision:
         blank = images.blank() if not all(loaded) else {}
 
         # A file may have changed since its text was given as many image tokens as it had features.
-        for row, image, row_pictures in zip(tokens, loaded, pictures, strict=True):
-            count, needed = images.features(image) if image else 0, int((row == self.token).sum())
+        for row, row_images, row_pictures in zip(tokens, loaded, pictures, strict=True):
+            count = images.features(row_images) if row_images else 0
+            needed = int((row == self.token).sum())
             if count != needed:
                 names = ", ".join(f"{picture!s:.200}" for picture in row_pictures)
                 raise ConfigError(
@@ -78,16 +79,16 @@ class Vision:
         rows = [self._pad_row(each or blank, row, size) for each, row in zip(loaded, tokens, strict=True)]
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def _pad_row(self, image: Mapping[str, Tensor], tokens: Tensor, size: int) -> dict[str, Tensor]:
+    def _pad_row(self, images: Mapping[str, Tensor], tokens: Tensor, size: int) -> dict[str, Tensor]:
         """Pad the images of a row to `size`, and add the positions of its tokens if the trunk has three."""
         pad = lambda x: F.pad(x, (0, 0) * (x.dim() - 1) + (0, size - len(x)))  # noqa: E731
-        row = {name: pad(part) for name, part in image.items() if name not in ("grid", "order")}
-        if "order" in image:  # a permutation, so padding keeps its own places
+        row = {name: pad(part) for name, part in images.items() if name not in ("grid", "order")}
+        if "order" in images:  # a permutation, so padding keeps its own places
             every = torch.arange(size // (self.model.visual.spatial_merge_size**2))
-            row["order"] = torch.cat([image["order"], every[len(image["order"]) :]])
-        if "grid" in image:
+            row["order"] = torch.cat([images["order"], every[len(images["order"]) :]])
+        if "grid" in images:
             here = (tokens == self.token)[None].int()
-            grid = image["grid"] if here.any() else None
+            grid = images["grid"] if here.any() else None
             row["positions"] = self.model.get_rope_index(tokens[None], here, image_grid_thw=grid)[0][:, 0]
         return row
 

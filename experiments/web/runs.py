@@ -118,7 +118,7 @@ class Runs:
         """Start a run and return its folder, which the command makes.
 
         Args:
-            name: the name of the folder below `outputs`; if it is empty, the time is.
+            name: the name of the folder below `outputs`; an empty one stands for the time.
 
         Raises:
             ConfigError: the name leads elsewhere, or is taken.

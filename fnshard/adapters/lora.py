@@ -271,8 +271,9 @@ class _AdapterMode(TorchFunctionMode):
     def __init__(self, settings: Lora, adapters: Mapping[str, Any], targets: Mapping[int, str]):
         super().__init__()
         self.settings, self.adapters, self.targets = settings, adapters, dict(targets)
-        # Transposes of targets by id. They are kept alive, so that no other tensor gets the same id.
-        self.transposes: dict[int, Tensor] = {}
+        # Transposes of targets by id, and whether they are the other way round (one of a transpose is not).
+        # They are kept alive, so that no other tensor gets the same id.
+        self.transposes: dict[int, tuple[Tensor, bool]] = {}
         self.used: set[str] = set()
         self.other_uses: dict[str, dict[str, None]] = {}  # for each target, the names of other functions
 
@@ -286,7 +287,9 @@ class _AdapterMode(TorchFunctionMode):
 
         # A transpose of a target is known as that target from here on.
         if func in _TRANSPOSES and id(args[0]) in self.targets and {*args[1:]} in ({-2, -1}, {1, 2}, set()):
-            self.transposes[id(out)], self.targets[id(out)] = out, self.targets[id(args[0])]
+            _, was_transposed = self.transposes.get(id(args[0]), (None, False))
+            self.transposes[id(out)] = out, not was_transposed
+            self.targets[id(out)] = self.targets[id(args[0])]
             return out
 
         # Find the target that the function multiplies by, if there is one.
@@ -297,7 +300,8 @@ class _AdapterMode(TorchFunctionMode):
 
         # Any use but as the matrix of a product, the right way round, is noted as another one.
         if path is not None:
-            is_in_out = takes_in_out != (id(matrix) in self.transposes)
+            _, is_transposed = self.transposes.get(id(matrix), (None, False))
+            is_in_out = takes_in_out != is_transposed
             fits = is_in_out == (path in self.settings.transposed)
             fits = fits and (matrix.dim() == 3) == (func in GROUPED) and not arguments.keys() & _UNLIKE
         if path is None or not fits:

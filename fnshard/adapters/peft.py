@@ -217,7 +217,8 @@ def load(
         shapes_of_parts = _list_shapes(adapters[leaf])
         fits_as_is = _expect_shapes(full[leaf], settings, False) == shapes_of_parts
         fits_transposed = _expect_shapes(full[leaf], settings, True) == shapes_of_parts
-        if all_transposed if fits_as_is == fits_transposed else fits_transposed:
+        is_ambiguous = fits_as_is == fits_transposed
+        if (is_ambiguous and all_transposed) or (not is_ambiguous and fits_transposed):
             transposed.append(leaf)
     settings = replace(settings, targets=targets, transposed=tuple(transposed))
     problems = [_explain_misfit(leaf, adapters[leaf], full[leaf], settings) for leaf in targets]

@@ -78,7 +78,7 @@ def scale(hardware: Hardware, by: Mapping[str, float]) -> Hardware:
 
 
 def _scale(name: str, value: Any, factor: float) -> Any:
-    """Return a field of `Hardware`, called `name`, that is so many times as fast: seconds shrink."""
+    """Return a field of `Hardware` that is so many times as fast: rates grow, `_seconds` shrink."""
     if isinstance(value, Curve):
         return Curve(tuple((size, rate * factor) for size, rate in value.points))
     if isinstance(value, Mapping):

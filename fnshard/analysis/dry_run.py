@@ -179,7 +179,7 @@ class DryKernel:
             if key not in storages:
                 argument = arguments[-1 - key] if key < 0 else None
                 storages[key] = argument.reference() if argument else None
-                # A new storage, or that of an argument which died with `args.clear()`, is made again.
+                # Make a new storage, or again that of an argument which died with `args.clear()`.
                 if storages[key] is None:
                     size = argument.bytes if argument else footprint.new_bytes[key]
                     value = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
@@ -395,7 +395,7 @@ class DryTransfers:
 
     def give(self, value: Any) -> None:
         """Give a value's buffers back to the pool, those of gradients once the worker has read them."""
-        # The host runs at most `PENDING` tasks ahead of the worker.
+        # At most `PENDING` heavy calls of the worker are under way.
         if isinstance(value, Reduced) and self.tracker.device != "cpu":
             self.late.append(value)
             if len(self.late) <= PENDING:

@@ -193,7 +193,7 @@ _COSTLY = {
     "erfc", "erfinv", "pow", "silu", "gelu", "softplus", "atan", "atan2", "acos", "asin", "sinh", "cosh",
     "mish", "elu", "logit", "lgamma", "digamma",
 }  # fmt: skip
-# Operators that only move values, which count as pointwise, since Inductor fuses them in the same way.
+# Operators that only move or fill values, which count as pointwise, since Inductor fuses them likewise.
 _MOVERS = {
     "cat", "clone", "gather", "index", "index_select", "embedding", "constant_pad_nd", "slice_scatter",
     "select_scatter", "copy", "repeat", "_to_copy", "full", "full_like", "empty", "zeros", "ones", "iota",
@@ -362,8 +362,8 @@ class _Counter:
             level[node] = own_level
             owner[node] = node
             for base in bases if fusable else ():
-                is_level = base in level and level[base] == own_level
-                if is_level and self._is_fusable(base) and not self._ends_level(base):
+                has_same_level = base in level and level[base] == own_level
+                if has_same_level and self._is_fusable(base) and not self._ends_level(base):
                     owner[_find_root(owner, base)] = _find_root(owner, node)
 
         groups: dict[fx.Node, list[fx.Node]] = {}

@@ -223,7 +223,7 @@ def _make_stand_in(name: str, value: Any, tracker: StorageTracker) -> Any:
 
 
 def _list_global_names(code: types.CodeType) -> set[str]:
-    """Return the names that code and the functions nested in it look up outside of themselves."""
+    """Return the names of globals and attributes in code, and in the functions nested in it."""
     inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
     return set(code.co_names).union(*(_list_global_names(c) for c in inner))
 

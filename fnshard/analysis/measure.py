@@ -148,7 +148,7 @@ class _Bench:
             lengths = LENGTHS if is_common else LENGTHS[1:2]
             attention[name] = _make_curve([self._measure_attention(self.large * n, dtype) for n in lengths])
 
-            # Attention at head sizes around 64, as shares of the rate there, at which lengths are measured.
+            # Attention by head size, as shares of the rate at 64, the head size of the curves by length.
             if is_common:
                 length = self.large * LENGTHS[1]
                 rates = {head: self._measure_attention(length, dtype, head)[1] for head in (32, 64, 128)}

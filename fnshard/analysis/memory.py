@@ -243,7 +243,7 @@ def measure(
     # After the last line only the state is left.
     resident = {c: tracker.categories[c] for c in (PARAMETERS, OPTIMIZER)}
     resident |= {BUFFERS: transport_bytes, INPUTS: constants}
-    # Kernels of the eager backend are plain functions, and Inductor's are objects.
+    # Kernels of the eager backend are plain functions. Inductor's are objects, except for empty graphs.
     eager = all(isinstance(run, FunctionType) for run in (compiled or {}).values())
     analysis = MemoryAnalysis(
         peak_bytes=worst.bytes,

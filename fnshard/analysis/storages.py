@@ -200,7 +200,7 @@ class StorageTracker(TorchDispatchMode):
         self.tier, self.slot = before, None
 
     def begin(self, line: Instruction) -> None:
-        """Begin a line."""
+        """Begin a line, whose worst moment so far is its start."""
         self.line, self.peak, self.freed = line, Peak(), []
         self.look()
 

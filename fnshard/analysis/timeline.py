@@ -150,8 +150,8 @@ class HardwarePricer:
 
     def skips_packing(self, line: Gather | ReduceScatter) -> bool:
         """Return whether a collective reads and writes leaves in place, as `Group` does on accelerators."""
-        has_layout = end_to_end(self.bucket(line), self.schedule.mesh)
-        return self.hardware.overlap and has_layout and line.in_place(self.schedule)
+        is_end_to_end = end_to_end(self.bucket(line), self.schedule.mesh)
+        return self.hardware.overlap and is_end_to_end and line.in_place(self.schedule)
 
     def reads_in_place(self, line: Gather) -> bool:
         """Return whether a gather copies nothing: ranks of this host read leaves where they are stored."""
@@ -179,7 +179,7 @@ class HardwarePricer:
 
     def _price_collective(self, verb: str, axes: tuple[str, ...], size: float) -> dict[str, Any]:
         """Price a collective: its seconds, and how long it occupies each kind of link."""
-        # Groups are alike for all ranks, so the first rank's is priced.
+        # Groups along the same axes are taken to be alike: the first rank's is priced.
         if (verb, axes) not in self._links:
             ranks, h = self.schedule.mesh.group_ranks(axes, 0), self.hardware
             self._links[verb, axes] = h.link(ranks), len(ranks), h.adapters(verb, ranks)

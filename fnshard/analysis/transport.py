@@ -50,7 +50,7 @@ def transport_of(mesh: Mesh) -> TransportKind:
 
 @dataclass(eq=False)
 class SharedSlot:
-    """A user of a slot of shared memory, for `Slots`: it is free when the last tensor in it has died.
+    """A user of a slot of shared memory, for `Slots`: the slot is free when its last tensor has died.
 
     Args:
         views: the number of its tensors that are alive.

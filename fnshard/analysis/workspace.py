@@ -68,7 +68,7 @@ def _matmul(a: Tensor, b: Tensor) -> int:
         return 0
     rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
     block = min(rows, 64)
-    # A transposed operand is copied in blocks, too.
+    # A transposed first operand is copied in blocks, too.
     transposed = min(rows, 256) * min(inner, 928) * 2 if a.stride(-1) != 1 and inner > 1 else 0
     return 1024 + block * (min(columns, 256) * 4 + min(inner, 512) * 2) + transposed
 
@@ -250,7 +250,7 @@ _CHUNKS = {
 def code_of(op: Any, args: Args, device: str) -> Callable[[], Any] | None:
     """Return the Python code of an operator of this library on its arguments; None for any other operator.
 
-    The code runs on arguments on another device than `device`, but takes as many tokens at once as there.
+    The arguments may be on another device; the code takes as many tokens at once as it would on `device`.
     """
     if op not in _CODE:
         return None

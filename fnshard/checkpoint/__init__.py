@@ -139,7 +139,8 @@ def latest(root: str | Path) -> Path | None:
     """Return the newest complete checkpoint in a directory, or the directory if it is a complete checkpoint.
 
     A checkpoint is complete if its manifest is what was written, if all files have their full length, and if
-    it still has the number that it was saved under. `restore` and `verify` compare every byte.
+    it still has the number that it was saved under. `verify` compares every byte, `restore` those that it
+    reads.
     """
     return next((folder for _, folder, _ in find_complete(as_path(root, "latest(root)"))), None)
 

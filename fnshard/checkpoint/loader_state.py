@@ -36,7 +36,7 @@ def encode(value: Any, name: str = "data") -> Any:
     if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
         return encode(value.item(), name)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.itemsize <= 8:
-        # torch takes neither another byte order nor a read-only array, so `astype` makes a copy.
+        # torch refuses another byte order, and warns of a read-only array: `astype` makes a copy.
         native = torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
         return _tag("array", encode(native, name))
     if isinstance(value, Tensor) and value.dtype in NAMES and value.layout == torch.strided:

@@ -117,7 +117,8 @@ def list_candidates(root: Path) -> list[Path]:
     if (root / NAME).exists() or (root / SEAL).exists():
         return [root]
 
-    # Otherwise they are its folders that are named by numbers. A new checkpoint goes before one moved aside.
+    # Otherwise they are its folders that are named by numbers. Of two
+    # with one number, the one that was not moved aside counts.
     folders = {p for p in root.iterdir() if p.is_dir() and not p.is_symlink()}
     numbered = {p.name: p for p in folders if p.name.isdecimal()}
     aside = {p.stem[1:]: p for p in folders if p.suffix == ".old" and p.stem[1:].isdecimal()}

@@ -213,7 +213,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Return whether it has ended, successfully or not."""
+        """Whether it has ended, successfully or not."""
         return self._written.done()
 
     def wait(self) -> Path:
@@ -245,7 +245,7 @@ def wait() -> None:
 
 
 def wait_for_save() -> BaseException | None:
-    """Wait for the save in the background; return its error if it failed and that was not raised yet."""
+    """Wait for the save in the background; return its error if it failed and nobody has raised that yet."""
     error = None
     for saving in list(_in_flight):  # a copy, since `wait` removes the save
         try:
@@ -257,7 +257,7 @@ def wait_for_save() -> BaseException | None:
 
 @atexit.register
 def _report_failure() -> None:
-    """Print the error of the last save at exit, if it failed and that was not raised."""
+    """Print the error of a failed save at exit, unless it was raised."""
     error = wait_for_save()
     if error is not None:
         print(error, file=sys.stderr, flush=True)

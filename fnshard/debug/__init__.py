@@ -6,7 +6,7 @@
 
 `check` runs a schedule on the eager backend. `nan_hunt` runs the step's own schedule, and if NaN or inf
 arose, once more on the eager backend; for this it gives the executor a `Watch`
-(`runtime.executor.context`), which a step has not otherwise.
+(`runtime.executor.context`), which a step does not have otherwise.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ class NonFinite:
         kind: "nan" or "inf".
         number: the line of the schedule, -1 for a value from before the step.
         instruction: that line as text.
-        what: the first leaf or value that holds NaN or inf, and `count`, how many of its numbers are.
+        what: the first leaf or value that holds NaN or inf.
+        count: how many of its numbers are NaN or inf.
         op, node: the op that made it, and its node in the kernel's graph.
         of: the forward's op, where `op` is part of a derivative.
         inputs: whether the op's inputs are finite.
@@ -205,7 +206,7 @@ class NonFiniteTracker:
             if number == 0:
                 self.begin(env)
             try:
-                # A kernel's inputs are kept, since it may drop what it reads.
+                # Keep a kernel's inputs, which the kernel's line may drop from `env`.
                 args = [env[n] for n in line.reads] if isinstance(line, Run) else None
                 action(env)
             except FnshardError:  # of a peer

@@ -230,7 +230,7 @@ def _make_timeline(
     hardware: Any,
 ) -> Timeline:
     """Return a timeline of the medians over the steps."""
-    # What a trace does not tell is that of the predicted timeline; FLOPs are the same on any hardware.
+    # What a trace does not tell is taken from the predicted timeline; FLOPs are the same on any hardware.
     predicted = lowered.timeline(Hardware.of(hardware or "cpu"))
     communicators = {(s.index, s.lane): s.communicator for s in predicted.spans}
     spans = []
@@ -272,9 +272,9 @@ def table(lowered: Lowered, predicted: Timeline, measured: Timeline) -> str:
     exposed = [t.exposed_communication_seconds for t in (predicted, measured)]
     rows.append(("exposed communication", *exposed))
     out = [f"{'':24s} {'predicted':>12s} {'measured':>12s} {'ratio':>7s}   (predicted: {predicted.hardware})"]
-    for name, before, after in rows:
-        ratio = f"{after / before:7.2f}" if before else f"{'-':>7s}"
-        out.append(f"{name:24s} {before * 1e3:9.3f} ms {after * 1e3:9.3f} ms {ratio}")
+    for name, expected, actual in rows:
+        ratio = f"{actual / expected:7.2f}" if expected else f"{'-':>7s}"
+        out.append(f"{name:24s} {expected * 1e3:9.3f} ms {actual * 1e3:9.3f} ms {ratio}")
     return "\n".join(out)
 
 

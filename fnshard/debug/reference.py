@@ -274,7 +274,9 @@ def _compare(
             # Ranks of other stages have no gradient of the leaf; boxes leave a block's padding out.
             if is_here(spec, mesh, rank):
                 rank_boxes = boxes(spec.shape, spec.gradient, mesh, mesh.coordinate(rank))
-                gaps[rank] = max(_measure_gap(blocks[path][block], full[leaf]) for leaf, block in rank_boxes)
+                gaps[rank] = max(
+                    _measure_gap(blocks[path][in_block], full[in_leaf]) for in_leaf, in_block in rank_boxes
+                )
         errors.append(find_worst(path, gaps, full))
     errors.sort(key=lambda error: (error.within, -error.relative))
     loss_gaps = {rank: _measure_gap(rank_loss, loss) for rank, rank_loss in enumerate(losses)}

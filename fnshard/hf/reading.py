@@ -283,8 +283,8 @@ def match_tensors(
     Raises:
         StateError: leaves lack a tensor, tensors have no leaf, or they do not fit; it names all of them.
     """
-    used = [n for n in tensors if not any(fnmatch.fnmatchcase(n, g) for g in ignore)]
-    codes = find_codes(used)
+    considered = [n for n in tensors if not any(fnmatch.fnmatchcase(n, g) for g in ignore)]
+    codes = find_codes(considered)
     if codes is not None:
         raise StateError(
             f"the files hold codes of {codes[0]}, as {codes[1]!r}, which are not decoded.",
@@ -326,7 +326,7 @@ def match_tensors(
 
     # For each leaf that lacks a tensor, suggest the nearest name among the free tensors of its shape.
     taken = {source.name for source in sources.values()}
-    free = [n for n in used if n not in taken]
+    free = [n for n in considered if n not in taken]
     lines = list(lacking.values())
     for index, path in enumerate(islice(lacking, SHOWN)):
         alike = [n for n in free if tensors[n].shape == specs[path].shape]

@@ -152,7 +152,7 @@ def _run_attempts(
             raise SystemExit(128 + number)
         asked.append(time.monotonic())
 
-    # SIGINT stays KeyboardInterrupt. Python lets no thread but the main one handle signals.
+    # SIGINT stays KeyboardInterrupt. Only the main thread may set handlers of signals.
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, note_signal) for number in SIGNALS} if is_main else {}
     try:
@@ -187,7 +187,7 @@ def _run_attempt(
     is_passed_on = False
 
     def pause() -> None:
-        """Sleep a moment, and pass a signal on to the ranks, or kill those that did not end in time."""
+        """Pass a first signal on to the ranks, end everything if they take too long, and sleep a moment."""
         nonlocal is_passed_on
         if asked and not is_passed_on:
             is_passed_on = True
@@ -203,8 +203,8 @@ def _run_attempt(
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         for rank, error in enumerate(errors):
-            of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERRORS: str(error)}
-            rank_env = {**os.environ, **env, **of_rank}
+            variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERRORS: str(error)}
+            rank_env = {**os.environ, **env, **variables}
             with open(Path(env[LOGS], f"rank{rank}.log"), "ab") as log:
                 # Rank 0 keeps the console, and writes its log itself.
                 if fork is not None and may_fork():

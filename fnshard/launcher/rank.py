@@ -115,7 +115,7 @@ def run_rank(
             traceback.print_exc(file=log)  # the launcher shows it on the console
 
     sign_off(raised)
-    # A gloo rank can abort while the interpreter tears its threads down, so this process ends without.
+    # A gloo rank can abort while the interpreter tears its threads down, so this process skips that.
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr, log):
         if stream is not None:

@@ -1,4 +1,4 @@
-"""Codecs, by which frozen leaves are stored, sharded, gathered and offloaded as codes.
+"""Codecs: store, shard, gather and offload frozen leaves as codes, and decode them where they are used.
 
 A coded leaf "w" is stored as several leaves, its parts ("w.codes", "w.scales"), and `fn` gets what they
 decode to. Decoding is an expression of leaves alone, so the compiler decodes inside the kernel that uses the

@@ -85,7 +85,7 @@ def apply_rules(
             )
         specs.append(spec.resolve(leaf, unit_of[path], chunk_of.get(path, "all")))
 
-    # An unused rule has a typing error, or comes after a wider one.
+    # An unused rule has a typo, comes after a wider one, or names a tied weight by another of its names.
     unused = [_explain_unused(i, rules, named, tied) for i in range(len(rules)) if i not in used]
     if uncovered:
         raise SpecError(

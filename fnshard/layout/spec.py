@@ -536,7 +536,7 @@ def _find_unfit_policy(spec: LayoutSpec) -> Iterator[tuple[str, str]]:
     if not spec.trainable:
         return
 
-    # A leaf that trains is in floats everywhere, and floats of eight bits are for the wire alone.
+    # A leaf that trains is in floats everywhere, and is neither computed nor reduced in floats of eight bits.
     if not spec.compute_dtype.is_floating_point and not spec.compute_dtype.is_complex:
         yield f"trainable=True and {spec.compute_dtype}", "only floats train: trainable=False."
     for name in ("compute_dtype", "reduce_dtype"):

@@ -60,7 +60,7 @@ def tensor_layouts(named: Mapping[str, Tensor], axis: str, mesh: Mesh) -> dict[s
         leaf = named[path]
         size = leaf.shape[dim]
         # An adapter is split as the matrix that it adapts.
-        kind = _find_kind(_strip_name(getattr(leaf, "adapts", path)))
+        kind = _find_kind(_strip_suffix(getattr(leaf, "adapts", path)))
         count = _FUSED.get(kind, 1)
         # Only a vocabulary may be padded.
         can_pad = kind == "vocabulary" and every_rank_has_some(size, ranks)
@@ -79,8 +79,8 @@ def split_dims(named: Mapping[str, Tensor]) -> dict[str, int]:
     # Matrices and their biases, by the path that they have in common.
     floats = {p: v for p, v in named.items() if v.is_floating_point() and v.dim() in (1, 2)}
     leaves = {p: v for p, v in floats.items() if not is_buffer(v) and not hasattr(v, "adapts")}
-    matrices = {_strip_name(p): p for p, v in leaves.items() if v.dim() == 2}
-    biases = {_strip_name(p): p for p, v in leaves.items() if v.dim() == 1 and p.endswith("bias")}
+    matrices = {_strip_suffix(p): p for p, v in leaves.items() if v.dim() == 2}
+    biases = {_strip_suffix(p): p for p, v in leaves.items() if v.dim() == 1 and p.endswith("bias")}
 
     unit_of = numeric(named)
     sizes = {stem: tuple(leaves[path].shape) for stem, path in matrices.items()}
@@ -119,14 +119,14 @@ def split_dims(named: Mapping[str, Tensor]) -> dict[str, int]:
         base = getattr(leaf, "adapts", None)
         if base not in dim_of:
             continue
-        splits_outputs = dim_of[base] == output_dim[_strip_name(base)]
+        splits_outputs = dim_of[base] == output_dim[_strip_suffix(base)]
         if path.endswith(".b" if splits_outputs else ".a"):
             dim_of[path] = 0 if splits_outputs else 1
     return {path: dim_of[path] for path in named if path in dim_of}
 
 
-def _strip_name(path: str) -> str:
-    """Return what the paths of a matrix and its bias have in common, a path without its last name."""
+def _strip_suffix(path: str) -> str:
+    """Return a path without a final "weight" or "bias": what a matrix and its bias have in common."""
     return re.sub(r"(^|[._])(weight|bias)$", "", path)
 
 

@@ -1,4 +1,4 @@
-"""Unit policies, which say what leaves are gathered, freed and reduced together.
+"""Unit policies: they say which leaves are gathered, freed and reduced together.
 
 A policy is a function `params -> {path: unit}`. FSDP calls these auto-wrap policies.
 """
@@ -19,7 +19,7 @@ UnitPolicy = Callable[[Any], Mapping[str, str]]
 
 
 def numeric(params: Any) -> dict[str, str]:
-    """Return units by the numeric part of paths, by default: "layers.0.attn.wq" is in unit "layers.0".
+    """Return units by the numeric part of paths: "layers.0.attn.wq" is in unit "layers.0". It is the default.
 
     A leaf with no number in its path goes to the shortest module that holds no numbered unit, so
     "model.embed.weight" next to "model.layers.0..." is in unit "model.embed".

@@ -3,8 +3,8 @@
 Logits over a vocabulary of 128k are by far the largest tensor of a language model, and are needed for one
 number per token. Here the logits of at most `chunk` tokens exist at once. The backward computes them again,
 and their softmax by the log-sum-exp of each token, which the forward keeps (Liger kernels, Hsu et al. 2024;
-Wijmans et al. 2024).
-The loss is a custom operator, since a compiler that takes it apart would hold all chunks at once.
+Wijmans et al. 2024). The loss is a custom operator, since a compiler that takes it apart would hold all
+chunks at once.
 """
 
 from __future__ import annotations

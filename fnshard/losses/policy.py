@@ -92,7 +92,7 @@ class PolicyInputs:
 
     @property
     def _member(self) -> Tensor:
-        """Whether each token belongs to each sequence of its row, bool [B, T, S]."""
+        """Whether each token belongs to each of its row's sequences, bool [B, T, S]."""
         return self.sequences[..., None] == torch.arange(self.max_sequences, device=self.sequences.device)
 
     def lengths(self) -> Tensor:

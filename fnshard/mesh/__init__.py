@@ -226,7 +226,7 @@ def make_mesh(
     if world == 1 and not has_group:
         return Mesh(names, sizes, chosen, device_type, "local")
     join_group(device_type)
-    # torch makes the groups of a mesh by collectives that do not say who is missing, as this exchange does.
+    # This exchange names a missing rank. The collectives by which torch makes a mesh's groups do not.
     peers().exchange("meshes", b"", peers().timeout)
     from torch.distributed.device_mesh import init_device_mesh
 

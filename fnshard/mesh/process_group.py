@@ -282,7 +282,7 @@ def _open_store(rank: int, world: int, timeout: datetime.timedelta, asked: Calla
         fix = "the name, or address, and port of rank 0's machine, the same on all ranks."
         raise SpecError(f"{message}: there is no such place.", [f"{where}: {error}"], fix) from None
 
-    # Meet there. torch runs in a thread: if another program listens there, it waits without end.
+    # Meet there, in a thread: torch waits without end if another program listens there.
     result: list[dist.Store | Exception] = []
 
     def meet() -> None:

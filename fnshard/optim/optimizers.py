@@ -357,11 +357,11 @@ class Chain:
             out.update({rename[name]: slot for name, slot in state.items()})
         return out
 
-    def name_slots(self, members: Sequence[Sequence[str]]) -> list[dict[str, str]]:
+    def name_slots(self, slot_names: Sequence[Sequence[str]]) -> list[dict[str, str]]:
         """Return `{name: name in the chain}` of each member's slots: a name that is taken gets a number."""
         counts: dict[str, int] = {}
         renames: list[dict[str, str]] = []
-        for names in members:
+        for names in slot_names:
             rename: dict[str, str] = {}
             for name in names:
                 counts[name] = counts.get(name, 0) + 1

@@ -78,6 +78,8 @@ def test_matrices_that_are_multiplied_as_they_are() -> None:
         (lambda x, w: x @ w, "w"),
         (lambda x, w: x @ w.mT, ""),
         (lambda x, w: F.linear(x, w.mT), "w"),
+        (lambda x, w: F.linear(x, w.mT.mT), ""),
+        (lambda x, w: x @ w.mT.mT, "w"),
     ],
 )
 @pytest.mark.parametrize("shape", [(4, 4), (5, 4)])

@@ -1,4 +1,4 @@
-"""Boxes: read a tensor of which files have pieces, a box at a time."""
+"""Boxes: read a tensor that files hold in pieces, a box at a time."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def _read_optimizer_parts(folder: Path) -> tuple[int, list[Mapping[str, Any]], i
 
 
 def _read_model_files(folder: Path, stage: int, count: int) -> list[Mapping[str, Any]]:
-    """Return the model's files: one for each of so many ranks in stage 3, otherwise one."""
+    """Read the model's files: in stage 3 one for each of `count` ranks, otherwise one."""
     files = sorted(folder.glob(MODEL))
     if stage == 3:
         by_rank = {int(m[1]): file for file in files if (m := _RANK.fullmatch(file.name))}

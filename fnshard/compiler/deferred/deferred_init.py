@@ -47,8 +47,7 @@ def deferred() -> Iterator[None]:
 
     If a leaf is made by elementwise operators and by normal, uniform or constant fills of the leaf or of
     parts of it (`torch.nn.init.normal_`, `trunc_normal_`, `kaiming_uniform_`, ...), a rank makes only its own
-    block. It makes other leaves (`orthogonal_`, `sparse_`) whole, one at a time, and keeps
-    its block.
+    block. It makes other leaves (`orthogonal_`, `sparse_`) whole, one at a time, and keeps its block.
 
     Change the module inside the block only, also by `model.apply(init)` and `model.to(dtype)`: a write to a
     leaf after the block is refused. Blocks nest. An operator whose result depends on the number of threads
@@ -245,7 +244,7 @@ def _attach_recipes(recorder: Recorder) -> None:
             _make_placeholder(leaf, LeafRecipe(recorder.tape, leaf.detach()))
 
     # Tensors that modules keep in attributes and lists get their values, unless these depend on random
-    # numbers. The latter become placeholders without a recipe, which refuse to be read.
+    # numbers. All become placeholders without a recipe, which refuse to be read where a reference stays.
     others = [t for t in contents.tensors if id(t) not in named_leaves and recorder.knows(t)]
     values: dict[int, Tensor] = {}
     for tensor in others:

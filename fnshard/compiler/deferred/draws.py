@@ -28,7 +28,7 @@ def key_of(seed: int, path: str, number: int) -> int:
 
 def fill(out: Tensor, start: int, key: int, draw: Draw) -> None:
     """Draw a tensor, or a run of one, whose first element is at place `start` of its memory."""
-    # Number i is a hash of key + i * GOLDEN: a run needs nothing of the runs before it.
+    # The number at place i is a hash of key + (i + 1) * GOLDEN: a run needs nothing of the runs before it.
     flat = out.view(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype)
     states = torch.arange(min(_RUN, flat.numel())) * GOLDEN
     for offset in range(0, flat.numel(), _RUN):
@@ -39,7 +39,7 @@ def fill(out: Tensor, start: int, key: int, draw: Draw) -> None:
         out.copy_(flat.view(out.shape))
 
 
-def _draw_unit(bits: Tensor, dtype: torch.dtype) -> Tensor:
+def _convert_to_unit(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Return multiples of 2^-24, or of 2^-53 in fp64, in [0, 1)."""
     digits = 53 if dtype == torch.float64 else 24
     return shift(bits, 64 - digits).to(dtype) * 2.0**-digits
@@ -51,7 +51,7 @@ def normal(mean: float = 0.0, std: float = 1.0) -> Draw:
     def draw(bits: Tensor, dtype: torch.dtype) -> Tensor:
         # u is above 0 in both cases, since its logarithm is taken.
         if dtype == torch.float64:
-            u, turn = 1 - _draw_unit(bits, dtype), _draw_unit(mix(bits + GOLDEN), dtype)
+            u, turn = 1 - _convert_to_unit(bits, dtype), _convert_to_unit(mix(bits + GOLDEN), dtype)
         else:  # 32 bits each
             u, turn = (shift(bits, 32).float() + 0.5) * 2.0**-32, (bits & 0xFFFFFFFF).float() * 2.0**-32
         return u.log_().mul_(-2).sqrt_().mul_(turn.mul_(2 * math.pi).cos_()).mul_(std).add_(mean)
@@ -63,7 +63,7 @@ def uniform(low: float = 0.0, high: float = 1.0) -> Draw:
     """Return the draw of a uniform distribution."""
 
     def draw(bits: Tensor, dtype: torch.dtype) -> Tensor:
-        return _draw_unit(bits, dtype).mul_(high - low).add_(low)
+        return _convert_to_unit(bits, dtype).mul_(high - low).add_(low)
 
     return draw
 
@@ -73,11 +73,12 @@ def truncated_normal(mean: float, std: float, low: float, high: float) -> Draw:
     # A range above the mean is mirrored below it, where the function is near 0 and has all its digits.
     sign = -1.0 if low > mean else 1.0
     first, last = sorted(sign * (bound - mean) / std for bound in (low, high))
-    below, up_to = (0.5 * math.erfc(-z / 2**0.5) for z in (first, last))  # probabilities of less than a bound
+    # The probabilities of lying below each bound.
+    below, up_to = (0.5 * math.erfc(-z / 2**0.5) for z in (first, last))
 
     def draw(bits: Tensor, dtype: torch.dtype) -> Tensor:
         # Half a step is added, since the quantile of 0 is infinite.
-        u = (_draw_unit(bits, torch.float64) + 2.0**-54).mul_(up_to - below).add_(below)
+        u = (_convert_to_unit(bits, torch.float64) + 2.0**-54).mul_(up_to - below).add_(below)
         return torch.special.ndtri(u).mul_(sign * std).add_(mean).clamp_(low, high)
 
     return draw

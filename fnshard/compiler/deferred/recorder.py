@@ -44,7 +44,7 @@ class Recorder(TorchDispatchMode):
         tape: the log.
         modules: the modules that have registered something, by id.
         paused: whether operators run without being recorded.
-        draws: how many random operators were recorded, which is in the generator's mark.
+        draws: how many random operators were recorded; the generator's mark counts them, too.
     """
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class Recorder(TorchDispatchMode):
             raise self.make_refusal(headline, fix, inputs)
 
     def _run_at_once(self, op: Any, args: Any, kwargs: Any, is_random: bool) -> Any:
-        """Run an operator on known values, since the shape of its result, or Python, depends on them."""
+        """Run an operator on known values, on which its result's shape or a decision in Python depends."""
         tensors = leaves_of((args, kwargs), Tensor)
         values = {id(v): self.value(v) for v in tensors}
         if is_random or any(v is None for v in values.values()) or _written_tensors(op, args, kwargs):

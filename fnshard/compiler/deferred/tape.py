@@ -83,7 +83,7 @@ class RecordedCall:
         return arguments_of(self.op, self.args, self.kwargs)
 
     def draw(self) -> tuple[Tensor, Any] | None:
-        """Return the tensor that a random operator draws, and its draw; None if only the whole is drawn."""
+        """Return the tensor that a random operator draws, and its draw; None if it is drawn whole only."""
         target = self.makes.get(0) if self.makes else self.args[0]
         draw = draw_of(self.name, self.given, target.dtype) if isinstance(target, Tensor) else None
         return None if draw is None else (target, draw)

@@ -48,7 +48,7 @@ def dynamo_patch() -> tuple[Any, str, Patch]:
 
 @contextmanager
 def without_dynamo() -> Iterator[None]:
-    """Let this thread call `torch.cond` and similar operators without Dynamo; others are not affected."""
+    """Let this thread, and no other, call `torch.cond` and similar operators without Dynamo."""
     tracer, (owner, name, patch) = threading.get_ident(), dynamo_patch()
     patched = patch(getattr(owner, name), lambda: threading.get_ident() == tracer)
     with mock.patch.object(owner, name, patched):

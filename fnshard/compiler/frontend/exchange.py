@@ -236,7 +236,7 @@ def all_gather(x: Tensor, dim: int = 0, axes: Axes = None) -> Tensor:
 
 def _trace_exchange(kind: str, x: Any, axes: Axes, dim: int) -> Tensor:
     """Check the call of an exchange by `fn`, and write it into the trace."""
-    # Refuse other values, mesh axes and dims than an exchange takes.
+    # Refuse values, mesh axes and dims that an exchange cannot take.
     if not isinstance(x, Tensor):
         fix = "fs.tree.map for a tree; of a length that depends on data its count, as in fs.psum(mask.sum())."
         raise TraceError(f"`fn` calls fs.{kind} of {type(x).__name__}; it takes a tensor.", fix=fix)
@@ -335,7 +335,7 @@ def constrain(x: Tensor, layout: P, axes: str | Sequence[str] | None = None) -> 
     if mesh is None:
         return x
 
-    # Which axes does the call say something of? It may name tensor and context axes alone.
+    # The axes that the call constrains; no data axis may be among them.
     placed = [n for n in mesh.names if n not in mesh.data_axes]
     if axes is None:
         constrained = list(layout.axes or placed)

@@ -226,8 +226,8 @@ def _make_setup_context(_: None, is_tracer: IsTracer) -> property:
             return lambda ctx, inputs, output: _mark_context(ctx, output, dirty)
 
         # `apply` begins: note the class for `forward`.
-        is_users = issubclass(cls, torch.autograd.Function)  # else functorch calls it for one of its levels
-        if is_users and not _has_setup_context(cls) and torch._C._are_functorch_transforms_active():
+        is_of_user = issubclass(cls, torch.autograd.Function)  # else functorch calls it for one of its levels
+        if is_of_user and not _has_setup_context(cls) and torch._C._are_functorch_transforms_active():
             raise TraceError(_OLD_STYLE)
         _state.called, _state.enabled = cls, torch.is_grad_enabled()
         return original

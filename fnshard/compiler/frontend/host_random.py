@@ -34,5 +34,5 @@ def refuse_draws(error: Callable[[str], Exception], others: Sequence[Any] = ()) 
 
 
 def _read_state(generator: Any) -> bytes:
-    """Return a generator's state; of one that reads the operating system's, which has none, nothing."""
+    """Return a generator's state; b"" for one that reads the operating system's, and has none."""
     return b"" if isinstance(generator, random.SystemRandom) else pickle.dumps(generator)

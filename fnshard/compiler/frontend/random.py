@@ -299,7 +299,7 @@ def _compute_shares(scores: Tensor, lse: Tensor) -> Tensor:
 
 
 def _draw_factors(shares: Tensor, draw: Tensor, p: float, strides: list[int], rows: slice) -> Tensor:
-    """Return dropout's factors for a slice of queries: those of its first element on in the whole draw."""
+    """Return dropout's factors for a slice of queries: in the whole draw they begin at its first element."""
     return dropout_factors(shares, key_at(draw, rows.start * strides[-2]), p, strides)
 
 
@@ -313,7 +313,7 @@ def _attention(q, k, v, mask, key, p, is_causal, scale, enable_gqa, strides=None
         k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
         v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
 
-    # Of many scores no tensor is made. A mask's gradient would need one.
+    # Where scores are many, no tensor of all of them is made; the gradient of a mask would need one.
     size = q.shape[-2] * k.shape[-2]
     if size >= LONG and not (mask is not None and mask.requires_grad) and q.shape[:-2] == k.shape[:-2]:
         if strides is None:
@@ -355,7 +355,7 @@ ops = torch.ops.fnshard
 
 def derive_keys(seed: int, step: int, rank: int, micro: int, count: int) -> Tensor:
     """Return int64[count] on the host: a key for each random op, a function of the arguments alone."""
-    # Each number is mixed into the key of those before it, so that (1, 2) and (2, 1) have other keys.
+    # Each number is mixed into the key of those before it, so that (1, 2) and (2, 1) have different keys.
     numbers = torch.tensor([seed, step, rank, micro], dtype=torch.int64)
     key = torch.tensor(0, dtype=torch.int64)
     for part in numbers:

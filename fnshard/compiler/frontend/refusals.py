@@ -71,8 +71,8 @@ def check_program(program: Program, specs: Mapping[str, LayoutSpec], differentia
     if odd:
         raise error_at("`fn` makes tensors that cannot be cut and differentiated:", odd, tree.DENSE)
 
-    # By now the tracer has run such a write, once and on the tensor itself. A value that `fn` leaves there
-    # for the next step (a counter, an average) would be lost.
+    # Refuse writes to tensors that `fn` closes over. By now the tracer has run such a write, once and on the
+    # tensor itself. A value that `fn` leaves there for the next step (a counter, an average) would be lost.
     written_constants = [describe(program.constants[n]) for n in written_inputs(program, "constant")]
     if written_constants:
         raise TraceError(

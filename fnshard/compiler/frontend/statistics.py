@@ -58,7 +58,7 @@ def batch_norm(
     mean = (means * counts).sum(0) / count
     squares = squares.sum(0) + (counts * (means - mean).square()).sum(0)
 
-    # Update the running statistics, which are leaves that the step stores.
+    # Update the running statistics with those of all ranks.
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             running_mean.copy_(running_mean * (1 - momentum) + mean * momentum)

@@ -147,7 +147,7 @@ class Fakes:
         mode: the mode that they belong to.
         leaves: the leaves by path.
         tensors: the tensors of the batch by path.
-        batch: all leaves of the batch by path, constants too, as they were passed.
+        batch: all leaves of the batch by path, constants too, without their wrappers.
         structure: the structure of the batch.
     """
 

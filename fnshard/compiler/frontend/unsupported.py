@@ -145,7 +145,7 @@ class Calls(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        # Refuse a device other than the step's own.
+        # Refuse a device other than the step's own, the host and meta.
         requested = kwargs.get("device")
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str | torch.device):
             requested = args[1]
@@ -209,7 +209,7 @@ def _collect_patches(hooks: OrderedDict[int, torch.Tensor]) -> Iterator[tuple[An
     yield torch.Tensor, name, _refuse(functions.HOOK, name)
     yield module_calls, "BackwardHook", _refuse(functions.HOOK, "a full backward hook of a module")
 
-    # Transforms and operators that take functions are traced by themselves.
+    # Transforms are traced by themselves; operators that take functions are traced directly, without Dynamo.
     yield from transforms.patches()
     yield from control_flow.patches()
 
@@ -229,12 +229,13 @@ def _collect_patches(hooks: OrderedDict[int, torch.Tensor]) -> Iterator[tuple[An
     for compiled in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
         yield compiled, "__call__", _refuse(_SCRIPT, compiled.__name__)
     yield HigherOrderOperator, "__call__", _call_higher_order
-    # A distribution's check of its arguments is control flow on values.
-    yield Distribution, "_validate_args", lambda original, is_tracer: False
-    yield torch.nn.SyncBatchNorm, "forward", statistics.forward_with_exchanges
     triton = sys.modules.get("triton.runtime.jit")
     if triton is not None:  # without the module nobody launches a kernel
         yield triton.KernelInterface, "__getitem__", _refuse(_LAUNCH, "")
+    # A distribution's check of its arguments is control flow on values.
+    yield Distribution, "_validate_args", lambda original, is_tracer: False
+    # The statistics of a SyncBatchNorm are those of all ranks, by exchanges of the program.
+    yield torch.nn.SyncBatchNorm, "forward", statistics.forward_with_exchanges
 
     yield torch.Tensor, "data", _make_data
     yield torch.Tensor, "grad_fn", _make_grad_fn

@@ -160,7 +160,7 @@ def is_plain(value: Any) -> bool:
 
 
 class Contents:
-    """A collection of all `containers` and `tensors` that some roots reach, but by functions and classes."""
+    """All `containers` and `tensors` that some roots reach, except through functions and classes."""
 
     def __init__(self, *roots: Any):
         self.containers: list[Container] = []

@@ -189,7 +189,7 @@ def _put_stand_in(root: str) -> None:
     sys.modules[root] = package
     setattr(torch, root.rpartition(".")[2], package)
 
-    # Of what is used where nothing is compiled, put in stand-ins, and import the light modules.
+    # Put in stand-ins for what is used where nothing is compiled, and import the light modules.
     vars(package).update(FUNCTIONS[root])
     for name, functions in MODULES[root].items():
         module = sys.modules[f"{root}.{name}"] = _Deferred(f"{root}.{name}")

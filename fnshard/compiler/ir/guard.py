@@ -187,14 +187,14 @@ class Guard:
 
     def __init__(self, fn: Any, reached: Reachable, written: Iterable[str], *closed_over: Iterable[Tensor]):
         self._fn, self._written = fn, frozenset(written)
-        self._parts_begin = tuple(path + end for path in self._written for end in ".[")
+        self._written_prefixes = tuple(path + end for path in self._written for end in ".[")
 
         # A tensor that the program reads in place must stay where it is, and a copied one must not be written
         # to. All other tensors keep only shape and dtype.
         storages = dict(zip(("data_ptr", "_version"), map(_find_storages, closed_over), strict=True))
         self._facts = {}
         for key, fact in _FACTS.items():
-            tensors = reached.tensors
+            tensors = dict(reached.tensors)
             if key in storages:
                 tensors = {p: t for p, t in tensors.items() if _find_storages([t]) & storages[key]}
             self._facts[key] = fact, tensors, [*map(fact, tensors.values())]
@@ -209,7 +209,7 @@ class Guard:
         try:
             if self._is_untouched():
                 return True
-            # Some objects were replaced: a walk is worth its time only if the new ones may be equal.
+            # Something changed: a walk is worth its time only if all values that were replaced may be equal.
             groups = ((lookup, zip(*group, strict=True)) for lookup, group in self._groups)
             if not all(_is_alike(e[2], lookup(*e[:2], ABSENT)) for lookup, group in groups for e in group):
                 return False
@@ -272,7 +272,7 @@ class Guard:
 
     def _is_guarded(self, path: str) -> bool:
         """Return whether a path must not change: `fn` writes neither to it nor to what it is a part of."""
-        return path not in self._written and not path.startswith(self._parts_begin)
+        return path not in self._written and not path.startswith(self._written_prefixes)
 
 
 def changes(before: Mapping[str, Entry], now: Mapping[str, Entry]) -> list[Change]:

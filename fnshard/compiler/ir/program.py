@@ -272,5 +272,5 @@ _RUNNING = ("running_mean", "running_var")
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
-    """Run `graph.eliminate_dead_code()`, but keep nodes that write, as a norm whose result nobody reads."""
+    """Run `graph.eliminate_dead_code()`, but keep nodes that write, such as a norm that nobody reads."""
     graph.eliminate_dead_code(lambda node: node.is_impure() or bool(mutated_args(node)))

@@ -2,8 +2,8 @@
 
 A name is a `str`, so that it prints, hashes and is looked up as one, and it knows its parts. A schedule
 prints `s:path` for a stored shard, `r:bucket#0` for the reduced gradients of micro-batch 0, `h:s:path` for a
-copy of the shard on the host. Only this module puts such texts together or takes them apart. `schedule`
-imports it from here, since segments name their inputs by it too.
+copy of the shard on the host. Only this module puts such texts together or takes them apart. It is in `ir`,
+below `schedule`, since segments name their inputs by `ValueName`, too.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ def block_attention_backward(
     else:
         # A fused backward computes probabilities as exp(scores - top): it takes any scale for the
         # log-sum-exp, and a stand-in for the result.
-        result = _make_result(of_sums, of_weights)
+        result = _make_stand_in(of_sums, of_weights)
         q, k, v, grad, result = pad_heads(kind, query, k, v, *(t.to(query.dtype) for t in (of_sums, result)))
         top = scaled_by.reshape(q.shape[:-1]).contiguous()
         if kind == "cpu":
@@ -296,7 +296,7 @@ def pad_heads(kind: str, *tensors: Tensor) -> list[Tensor]:
     return [t.reshape(-1, *t.shape[-3:]) for t in wider]
 
 
-def _make_result(of_sums: Tensor, of_weights: Tensor) -> Tensor:
+def _make_stand_in(of_sums: Tensor, of_weights: Tensor) -> Tensor:
     """Return a stand-in for the result, for the backward of a fused kernel.
 
     That backward needs nothing of the result but its product with its gradient, which here is minus the

@@ -345,11 +345,11 @@ def _tag_recomputed(joint: fx.GraphModule, source: Source) -> None:
     described = list(zip(joint.graph.find_nodes(op="placeholder"), source.inputs, strict=False))
     constants = [n for n, a in described if a.kind in ("leaf", "constant", "axis")]
     derived = find_derived(joint.graph, {}, constants)
-    views = {n for n, _ in described}
+    of_inputs = {n for n, _ in described}  # the inputs and their views
     for node in [n for n in joint.graph.nodes if n.op == "call_function"]:
-        is_view = _is_view(node) and views.issuperset(node.all_input_nodes)
+        is_view = _is_view(node) and of_inputs.issuperset(node.all_input_nodes)
         if is_view:
-            views.add(node)
+            of_inputs.add(node)
         if is_view or node in derived:
             _tag(node)
 
@@ -365,7 +365,7 @@ def _tag_saved(joint: fx.GraphModule, source: Source, save: Sequence[str]) -> tu
     placeholders = joint.graph.find_nodes(op="placeholder")
     backward = set(placeholders[len(source.inputs) :])  # the tangents, and all that depends on them
     kept: dict[str, None] = {}
-    matches: dict[fx.Node, list[str]] = {}  # they are kept, since a tag may hide the op that `save` names
+    matches: dict[fx.Node, list[str]] = {}  # remembered, since a tag may hide the op that `save` names
     for node in joint.graph.nodes:
         if node.op != "call_function":
             continue

@@ -29,7 +29,7 @@ __all__ = ["attention"]
 
 aten = torch.ops.aten
 BLOCK = 256  # the number of queries at once, where they see a part of their document
-DOCUMENTS = 256  # the most documents of a row on CUDA, whose kernel starts for so many; with more it is NaN
+DOCUMENTS = 256  # documents a row, on average, that CUDA's kernel starts for; with more the result is NaN
 
 
 def attention(
@@ -225,26 +225,26 @@ def _find_parts(
             # Others go by blocks of queries, with the keys that some query of the block sees.
             block = max(BLOCK, window)
             for first in range(begin, end, block):
-                last = min(first + block, end)
-                first_key, last_key = low, high
+                stop = min(first + block, end)
+                first_key, stop_key = low, high
                 if window:
-                    first_key, last_key = max(low, first - window + 1), min(high, last + window - 1)
+                    first_key, stop_key = max(low, first - window + 1), min(high, stop + window - 1)
                 if is_causal:
-                    last_key = last
-                keys = slice(first_key, last_key)
-                bias = _make_bias(query, first, last, keys, is_causal, window)
-                yield row, slice(first - start, last - start), keys, bias, False
+                    stop_key = stop
+                keys = slice(first_key, stop_key)
+                bias = _make_bias(query, first, stop, keys, is_causal, window)
+                yield row, slice(first - start, stop - start), keys, bias, False
 
 
 def _make_bias(
-    query: Tensor, first: int, last: int, keys: slice, is_causal: bool, window: int
+    query: Tensor, first: int, stop: int, keys: slice, is_causal: bool, window: int
 ) -> Tensor | None:
     """Return what is added to scores [1, 1, queries, keys]: -inf where a query does not see a key."""
     positions = torch.arange(keys.start, keys.stop, device=query.device)
-    distance = torch.arange(first, last, device=query.device).unsqueeze(1) - positions
-    # Keys are hidden that lie after the query, or the window after it, and those the window before it.
+    distance = torch.arange(first, stop, device=query.device).unsqueeze(1) - positions
+    # Hide keys after the query (without a causal mask: a window or more after), and a window or more before.
     hidden = distance < (0 if is_causal else -(window or len(positions)) + 1)
-    hidden |= distance >= (window or last)
+    hidden |= distance >= (window or stop)
     bias = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
     return bias.masked_fill_(hidden, -torch.inf)[None, None]
 

@@ -121,13 +121,13 @@ def policies(
     Raises:
         SpecError: a glob matches no unit.
     """
-    # One policy for all segments but the last.
+    # All segments but the last have one policy.
     if not isinstance(remat, Mapping):
         policy = _add_save(_read_policy(remat), save)
         chosen = [*[policy] * (len(segments.segments) - 1), Policy()]
         return _run_units_again(segments, chosen, set(data_axes))
 
-    # The first glob that matches one of a segment's units.
+    # Each segment has the policy of the first glob that matches one of its units.
     units = list(dict.fromkeys(units))
     unused = [f"remat[{glob!r}]{nearest(glob, units)}" for glob in remat if not fnmatch.filter(units, glob)]
     if unused:
@@ -140,10 +140,10 @@ def policies(
 
 
 def _run_units_again(segments: Segments, chosen: Sequence[Policy], data_axes: Set[str]) -> tuple[Policy, ...]:
-    """Let units run again that send rows to experts and are to keep nothing but their inputs."""
+    """Let those units run again that send rows to experts and keep nothing but their inputs."""
     changed = list(chosen)
     for unit in group_by_unit(segments.segments):
-        # Exchanges behind the last segment lie between units.
+        # Exchanges after the last segment lie between units.
         within = {segment.index for segment in unit[:-1]}
         sends_rows = any(
             each.kind == "all_to_all" and each.after in within and data_axes.issuperset(each.axes)

@@ -211,7 +211,7 @@ def _order_nodes(program: Program, facts: _Facts) -> list[fx.Node]:
         if node not in placed:
             placed.add(node)
             order.append(node)
-            # An exchange takes all others along that can be sent by now, so that they are one run.
+            # An exchange takes along all others that can be sent by now, so that they are one run.
             if node.target is EXCHANGE and node in facts.exchanges:
                 for other in [n for n in facts.exchanges if n.args[0] in placed]:
                     place(other)
@@ -462,8 +462,8 @@ def _copy_aliased_results(
         value = result.meta["val"]
         copy.meta["val"] = torch.empty_like(value, requires_grad=value.requires_grad)
 
-        # A written leaf's new value is copied in the first segment that reads its unit and comes after all
-        # that the value depends on.
+        # A written leaf's new value is copied as early as possible: not before the first segment that reads
+        # its unit, nor before a run that makes what it depends on.
         run_of[copy] = len(bounds) - 1
         if number in written and result in facts.lazy:
             units = facts.units[result]

@@ -193,7 +193,7 @@ def _claim(folder: Path, key: str, patience: float) -> Iterator[bool]:
     with ExitStack() as stack:
         try:
             file = stack.enter_context(open(folder / "locks", "ab"))
-        except OSError:  # nobody keeps a kernel in a read-only folder, so that there is none to wait for
+        except OSError:  # a read-only folder, in which this process can keep no kernel
             yield True
             return
         while True:

@@ -120,11 +120,11 @@ def _divide_convolutions(graph: fx.Graph) -> None:
             pairs = zip(node.meta["val"], half_mask, strict=True)
             half.meta = {**node.meta, "val": tuple(v if is_made else None for v, is_made in pairs)}
 
-        # Result 0 is the input's gradient. Unread, its op would still count as a reader of a leaf.
+        # Result 0 is the input's gradient.
         for item in list(node.users):
             item.replace_input_with(node, halves[0 if item.args[1] == 0 else 1])
         graph.erase_node(node)
-        if not mask[0]:
+        if not mask[0]:  # unread, this op would still count as a reader of a leaf
             graph.erase_node(halves[0])
 
 
@@ -209,7 +209,7 @@ def _find_cheapest_cut(
     if not edges:
         return []
 
-    # A value is read whose edge leaves the side of the first half.
+    # The second half reads each value whose edge leaves the side of the first half.
     near = minimum_cut(edges, "first", "second", outermost="source")
     return [n for n in graph.nodes if n in near and n in seen and (n, "made") not in near]
 

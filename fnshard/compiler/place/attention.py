@@ -53,7 +53,8 @@ def _split_rows_or_heads(call: Call) -> Iterator[OpStrategy]:
 
     # Heads come first, as the products before have them.
     for split in sorted(splits, key=lambda split: split.dim != rank - 3):
-        # The numbers of a rank's dropout are one run of those of whole scores.
+        # A rank draws from one first number, by the strides of whole scores (`_attend_with_dropout`); several
+        # blocks would need one more dim.
         if draws and split.outer > 1:
             continue
         others = tuple(broadcast(t.shape, scores, split) for t in call.tensors[3:])  # a mask, a random key
@@ -242,7 +243,7 @@ def attend_in_ring(
 
     source, seen = index, _pad_mask(call, mask[0] if mask else None)
     for turn in range(1, ranks + 1):
-        # The next block is on its way while this one is computed with. After the last turn none follows.
+        # The next block travels while this one is attended to. None follows the last turn.
         following = EXCHANGE(sent, "permute", call.axis.name, turn, ranks) if turn < ranks else None
         carry = own.attention_turn(query, block, carry, source, seen, ranks, call["is_causal"], scale)
         # The source is handed on as a value, so that all turns are one kernel.

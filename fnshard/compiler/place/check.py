@@ -79,7 +79,7 @@ class Record:
             try:
                 run()
             except (RuntimeError, ValueError) as error:  # fake tensors raise both
-                problems = [str(error).splitlines()[0]]
+                problems = [(str(error) or repr(error)).splitlines()[0]]
             else:
                 problems = list(self._check_shapes(alive))
         if problems:
@@ -103,8 +103,9 @@ class Record:
             if {*strategy.inputs, strategy.output} <= {REPLICATED}:
                 continue
             rule = rule_of(call.target)
-            known = [(s.inputs, s.output, s.changes) for s in (rule(call) if rule else ())]
-            if (strategy.inputs, strategy.output, strategy.changes) not in known:
+            known = rule(call) if rule else ()
+            placed = strategy.inputs, strategy.output, strategy.changes
+            if not any((s.inputs, s.output, s.changes) == placed for s in known):
                 taken = ", ".join(map(str, strategy.inputs))
                 yield f"{node}: {call.target} has no rule from {taken} to {strategy.output}"
 

@@ -32,7 +32,7 @@ def _dropout(call: Call) -> Iterator[OpStrategy]:
     strides = strides_of(call, shape)
     for split in call.splits(shape):
         dim, count = split.dim, call.part(shape, split)
-        # With the split dim seen as [outer, block], an entry of `outer` is a block of all ranks away.
+        # With the split dim seen as [outer, block], one step along `outer` passes a block of all ranks.
         apart = [*strides[:dim], strides[dim] * (shape[dim] // split.outer), *strides[dim:]]
 
         def run(index: Tensor, x: Tensor, key: Tensor, split=split, count=count, apart=apart) -> Tensor:

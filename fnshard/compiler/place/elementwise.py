@@ -44,7 +44,7 @@ def elementwise(call: Call) -> Iterator[OpStrategy]:
     for split in call.splits(call.shape):
         yield OpStrategy(tuple(broadcast(t.shape, call.shape, split) for t in call.tensors), split)
     patterns = _LINEAR.get(call.target, ())
-    # A cast to the same dtype is a copy. Any other rounds, and rounded parts have another sum.
+    # A cast to the same dtype is a copy. Others may round, and rounded parts have another sum.
     if call.target in _CASTS and call.value.dtype == call.tensors[0].dtype:
         patterns = ("x" + "." * (len(call.tensors) - 1),)
     for pattern in patterns:

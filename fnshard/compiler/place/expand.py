@@ -312,12 +312,12 @@ def _token_parts(
     """Compute one part from the ranks' parts of it, without all logits at once if these are even."""
     if parts != 1:
         return None
-    # A vocabulary that ranks do not divide: all logits at once. A target outside of it has the logit 0.
+    # If ranks do not divide the vocabulary, compute all logits at once. A target outside has the logit 0.
     if weight.shape[0] % call.ranks:
         logits, inside = _widen(aten.linear(hidden, weight)), (targets >= 0) & (targets < weight.shape[0])
         chosen = logits.gather(1, torch.where(inside, targets, 0).unsqueeze(1)).squeeze(1)
         sums, chosen = _logsumexp(None, logits, 1), torch.where(inside, chosen, 0.0)
         return sums.unsqueeze(0), chosen.unsqueeze(0)
-    # Otherwise as many parts as ranks, which the op computes without all logits, and their sums.
+    # Otherwise the op computes a part for each rank without all logits, and the parts are summed.
     sums, chosen = own.token_parts(hidden, weight, targets, chunk, call.ranks)
     return _logsumexp(None, sums, 0, keepdim=True), chosen.sum(0, keepdim=True)

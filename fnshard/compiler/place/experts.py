@@ -236,7 +236,7 @@ class _ExpertPlacer:
                 f"`fn` writes to params[{min(written)!r}], a stack that {self.axis!r} splits.",
                 fix="keep what `fn` writes to whole: LayoutSpec(compute=P()).",
             )
-        # Behind the program's results come the numbers of rows without room, to which limits refer.
+        # The numbers of rows without room, to which limits refer, follow the program's results.
         results = [self.make_whole(n) for n in self.program.results]
         limits = tuple(replace(n, result=len(results) + i) for i, (n, _) in enumerate(self.excesses))
         self.graph.output((*results, *(excess for _, excess in self.excesses)))
@@ -247,7 +247,7 @@ class _ExpertPlacer:
         """Place one op: by expert, by row where the rows are, or of whole values."""
         sources = [self.values[n] for n in operands_of(node)]
         if node.target is operator.getitem:
-            # An item is where the value with several results is.
+            # The results of an op that has several are placed as the op is.
             (source,) = sources
             return replace(source, node=self.call(operator.getitem, (source.node, node.args[1])))
         if any(s.is_stack for s in sources):

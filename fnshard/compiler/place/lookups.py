@@ -168,7 +168,7 @@ def _index_put(call: Call) -> Iterator[OpStrategy]:
     masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
     covered = len(named) - len(masks) + sum(mask.dim() for mask in masks)
     after = value.shape[covered:]
-    picked = values.shape[: max(0, values.dim() - len(after))]  # the dims of `values` before those
+    picked = values.shape[: max(0, values.dim() - len(after))]  # the dims of `values` before `after`
     for split in call.splits(value.shape, range(covered, value.dim())):
         written = (*[1] * len(picked), *after)
         inside = broadcast(values.shape, written, Split(split.dim - value.dim() + len(written), split.outer))

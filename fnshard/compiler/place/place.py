@@ -59,7 +59,7 @@ from fnshard.mesh import Mesh
 
 aten = torch.ops.aten
 NEVER = math.inf  # the bytes of a conversion that is impossible
-LEAF_FACTOR = 1e6  # the factor on the bytes of a value that specs have split: it should stay so
+LEAF_FACTOR = 1e6  # the factor on the bytes of a value that specs have split, so that it stays split
 
 
 def place_axes(

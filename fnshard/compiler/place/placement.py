@@ -100,7 +100,7 @@ def through_view(
     >>> through_view(Split(1), (4, 6), (24,), 2), through_view(Split(0, outer=4), (24,), (4, 6), 2)
     (Split(dim=0, outer=4), Split(dim=1, outer=1))
     """
-    # Look at the run of dims that the split dim is in: the view leaves all other dims as they are.
+    # Look at the run of dims that the split dim is in: a view mixes no dims of different runs.
     for first, last, into in _group_dims(before, after):
         if not first <= split.dim < last:
             continue

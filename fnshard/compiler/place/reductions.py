@@ -91,7 +91,7 @@ def _other_reductions(call: Call) -> Iterator[OpStrategy]:
     yield from _reduce(call)
 
 
-# Of those below, the ops that pass parts of a sum.
+# The ops below that are linear, so that parts of a sum may pass.
 _LINEAR = {aten.cumsum.default, aten.flip.default, aten.roll.default}
 
 

@@ -222,7 +222,7 @@ def _cat(call: Call) -> Iterator[OpStrategy]:
     for split in call.splits(call.shape, [d for d in range(rank) if d != dim]):
         yield OpStrategy(place_each(Split(split.dim - (adds_dim and dim < split.dim), split.outer)), split)
 
-    # Along its own dim: the results of ranks lie side by side, as many as there are tensors.
+    # Along its own dim: the tensors lie side by side in the result, and each of them stays split.
     if len(set(sizes)) == 1:
         for split in call.splits([sizes[0] if d == dim else s for d, s in enumerate(call.shape)], [dim]):
             yield OpStrategy(place_each(split), Split(dim, split.outer * len(sizes)))
@@ -242,7 +242,7 @@ def _pad(call: Call) -> Iterator[OpStrategy]:
 def _scatter(call: Call) -> Iterator[OpStrategy]:
     """Split along the dims that are written as a whole."""
     dim = call["dim"] % call.value.dim()
-    lacks_dim = call.target is aten.select_scatter.default  # what is written
+    lacks_dim = call.target is aten.select_scatter.default  # whether what is written lacks the dim
     for split in call.splits(call.shape, [d for d in range(call.value.dim()) if d != dim]):
         yield OpStrategy((split, Split(split.dim - (lacks_dim and dim < split.dim), split.outer)), split)
     yield OpStrategy((PARTIAL, PARTIAL), PARTIAL)

@@ -135,7 +135,7 @@ class Writer:
         node = self.call(aten.reshape.default, (node, sizes)) if outers else node
         dims = [s.dim + sum(d <= s.dim for d in outers) for s in splits]
 
-        # Equal parts are sent: padding is added before the exchange, and cut off behind it.
+        # Equal parts are sent: padding is added before the exchange, and cut off after it.
         if isinstance(to, Split) and not divides(shape, to, ranks):
             node = self.pad(node, sizes, dims[0])
         node = self.exchange(node, kind, *dims)

@@ -99,9 +99,9 @@ def _(x: Tensor, weight: Tensor, rowwise: bool = False) -> Tensor:
 def fp8_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and weight, made of the output's gradient rounded to e5m2."""
     flat, rows = (t.reshape(-1, t.shape[-1]) for t in (grad, x))
-    flat, rows = round_to_fp8(flat, E5M2), round_to_fp8(rows, E4M3)
-    to_x = product(flat, round_to_fp8(weight, E4M3), x.dtype).view(x.shape)
-    return to_x, product(_transpose(flat), rows, weight.dtype)
+    of_grad, of_rows = round_to_fp8(flat, E5M2), round_to_fp8(rows, E4M3)
+    to_x = product(of_grad, round_to_fp8(weight, E4M3), x.dtype).view(x.shape)
+    return to_x, product(_transpose(of_grad), of_rows, weight.dtype)
 
 
 @fp8_linear_backward.register_fake

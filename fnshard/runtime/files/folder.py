@@ -169,8 +169,8 @@ def memory_directory(name: str, owner: int) -> Path:
             folder.mkdir(mode=0o700)
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         status, other = os.fstat(fd), _read_owner(folder)
-        is_in_use = other not in (None, owner) and _is_alive(other)
-        if status.st_uid != os.geteuid() or status.st_mode & 0o077 or is_in_use:
+        is_open = status.st_uid != os.geteuid() or status.st_mode & 0o077
+        if is_open or (other not in (None, owner) and _is_alive(other)):
             os.close(fd)
             raise FileExistsError(errno.EEXIST, "it is in use, or open to others", str(folder))
         fcntl.flock(fd, fcntl.LOCK_SH)  # until this process ends

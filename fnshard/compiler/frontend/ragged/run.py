@@ -209,14 +209,14 @@ def _find_true(call: RaggedOp, mask: fx.Node, length: Any) -> tuple[Tensor, ...]
     return tuple(reversed(indices))
 
 
-def _pad_with_ones(call: RaggedOp, value: Tensor, length: Any) -> Tensor:
+def _fill_if_empty(call: RaggedOp, value: Tensor, length: Any) -> Tensor:
     """Return selected values, or ones if nothing was selected.
 
     Padding then holds ones, so that a logarithm of it has a finite gradient.
     """
     count = call.ragged.count(length)
-    has_gradient = value.is_floating_point() and isinstance(count, Tensor)
-    return torch.where(count > 0, value, 1) if has_gradient else value
+    may_be_empty = value.is_floating_point() and isinstance(count, Tensor)
+    return torch.where(count > 0, value, 1) if may_be_empty else value
 
 
 def _nonzero(call: RaggedOp) -> Any:
@@ -235,7 +235,7 @@ def _masked_select(call: RaggedOp) -> Tensor:
     value, mask = torch.broadcast_tensors(call["self"], call.fill("mask", False))
     needed, (length,) = mask.sum(), call.node.meta["val"].shape
     size = call.ragged.define(call.node, length, needed, mask.numel())
-    return _pad_with_ones(call, value.reshape(-1)[_find_positions(mask.reshape(-1), size, needed)], length)
+    return _fill_if_empty(call, value.reshape(-1)[_find_positions(mask.reshape(-1), size, needed)], length)
 
 
 def _unique(call: RaggedOp) -> tuple[Tensor, ...]:
@@ -323,7 +323,7 @@ def _index(call: RaggedOp) -> Tensor:
             index = indices[dim]
             indices[dim] = torch.where(index < 0, index + call.ragged.count(length), index)
     result = torch.ops.aten.index.Tensor(call["self"], indices)
-    return _pad_with_ones(call, result, value.shape[place]) if masks else result
+    return _fill_if_empty(call, result, value.shape[place]) if masks else result
 
 
 def _index_put(call: RaggedOp) -> Tensor:
