@@ -6,8 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 AS_RANK = "--as-rank"  # what a rank of a job is started with
-# Messages that other packages log at every start, and that are of no use to who runs a command: by logger, a
-# part of the message.
+# Messages that other packages log at every start, and that are of no use to whoever runs a command: by
+# logger, a part of the message.
 NOISE = {
     "torch.utils.cpp_extension": "No CUDA runtime is found",
     "torch.utils._pytree": "is an Enum subclass",

@@ -106,7 +106,8 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
         The configuration with directories in place of names: that of the model, and those of tokenised data.
 
     Raises:
-        ConfigError: files, tasks, rewards or directories cannot be used. One error names all of them.
+        ConfigError: files, tasks, rewards or directories cannot be used. One error has all that is found
+            before a base is made.
     """
     # Check everything that costs little.
     data, run, tasks = config.data, config.run, config.run.evaluate

@@ -54,7 +54,7 @@ class GenerateConfig:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Answer a command line of KEY=VALUE. Values are taken literally, without quotes around them."""
+    """Answer a command line of KEY=VALUE. Values are taken literally, but quotes around one are removed."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(arguments):
         print(f"{__doc__}\n{GenerateConfig.__doc__}")

@@ -321,7 +321,8 @@ def _draw_problems() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     One in `ONE_IN` problems of each kind is held out, and `DRAWN` are drawn from the others, equally many of
     each kind.
     """
-    # Two digits are to make a number. A product of 18 or less could be a sum, so it is not asked for.
+    # Two digits are to make a number. Products of 18 or less are not asked for, so that a larger number is
+    # always a product.
     countdowns: dict[str, str] = {}
     for small, large in itertools.combinations_with_replacement(range(1, 10), 2):
         for sign in "+-*" if small * large > 18 else "+-":

@@ -76,8 +76,8 @@ def conversation(
         prompt = _render_text(tokenizer, shown[:number], variables, ask=True)
         _check_prefix(_render_text(tokenizer, shown, variables).startswith(prompt), number)
         learned[starts < len(prompt)] = 0
-    # A message may say otherwise than its role. Its tokens are those that a rendering which ends with it has
-    # more than the rendering before it.
+    # A message may say otherwise than its role. Its tokens lie between the end of the rendering before it and
+    # the end of the one that ends with it.
     for number, message in enumerate(shown):
         if number < first or learns[number] is (message["role"] == "assistant"):
             continue
@@ -337,7 +337,8 @@ def _find_learned_spans(
         whole: the text of all messages.
 
     Raises:
-        LineError: a rendering is not the beginning of the next one, or a message cannot be found in its own.
+        LineError: a rendering is not the beginning of the next one, a message cannot be found in its own, or
+            the first message is an assistant's.
     """
     spans: list[Span] = []
     full = ""  # the text up to the last message that was looked at
@@ -351,7 +352,8 @@ def _find_learned_spans(
                 'messages[0] is an assistant\'s, so there is no prompt that asks for it (write {"text": ...} '
                 "where there is none)"
             )
-        # An assistant's turn is what a rendering that ends with it has more than the prompt that asks for it.
+        # An assistant's turn lies between the prompt that asks for it and the end of a rendering that ends with
+        # it.
         prompt = _render_text(tokenizer, messages[:number], variables, ask=is_assistant) if number else ""
         before, full = full, _render_text(tokenizer, messages[: number + 1], variables)
         _check_prefix(prompt.startswith(before) and full.startswith(prompt), number)
@@ -359,8 +361,7 @@ def _find_learned_spans(
         if is_assistant and learned is True:
             spans.append((start, end))
             continue
-        # Of other messages the content alone is learned: a rendering with a mark in its place shows where it
-        # begins.
+        # Otherwise only the content is learned. A rendering with a mark in its place shows where it is.
         mark = f"here-{number}-stands-what-was-said"
         marked = _render_text(tokenizer, [*messages[:number], {**message, "content": mark}], variables)
         at = marked.find(mark)

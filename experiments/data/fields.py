@@ -200,7 +200,8 @@ def _divide(
         names: the names of parts in the record.
 
     Raises:
-        LineError: nothing is asked, or the answers of a pair are the same.
+        LineError: nothing is asked, a chosen answer is no assistant's, or the answers of a pair are equal or
+            have no common beginning.
     """
     prompt, answers = said.get("prompt"), ()
     if kind == "samples" and form[0] in ("messages", "text"):
@@ -243,7 +244,7 @@ def kinds_of(record: Record) -> tuple[str, ...]:
     if "response" in names and any(isinstance(record.get(name), bool) for name in WANTED):
         return ("answers",)
     kinds = [kind for kind in ("pairs", "samples", "prompts") if _find_form(record, names, kind)]
-    # Messages without an answer have the form of samples, but nothing that is learned.
+    # Messages without an answer have the form of samples, but nothing in them is learned.
     turns = as_turns(record.get(names.get("messages", "")), names.get("messages", ""))
     is_unanswered = isinstance(turns, list) and not any(_says(turn, "assistant") for turn in turns)
     if is_unanswered and "response" not in names:
@@ -268,8 +269,10 @@ def read_learned(message: Mapping[str, Any]) -> bool | list[Mapping[str, Any]]:
         raise LineError(f"{' and '.join(said)} say different things")
     # Spans of characters override what is said of the whole message.
     if detail := message.get(DETAIL):
-        is_list = isinstance(detail, list) and all(isinstance(part, Mapping) for part in detail)
-        if not is_list or not all({"begin_offset", "end_offset", "train"} <= part.keys() for part in detail):
+        has_objects = isinstance(detail, list) and all(isinstance(part, Mapping) for part in detail)
+        if not has_objects or not all(
+            {"begin_offset", "end_offset", "train"} <= part.keys() for part in detail
+        ):
             raise LineError(f"{DETAIL}: expected a list of objects with begin_offset, end_offset and train")
         content = message.get("content")
         if not isinstance(content, str):
@@ -474,7 +477,7 @@ def _find_name(known: Sequence[str], record: Record) -> str | None:
     """Return the first of some names that holds something, or the first of those that are empty."""
     present = [name for name in known if record.get(name) is not None]
     filled = [name for name in present if not _is_nothing(record[name])]
-    return next((name for name in (*filled, *present)), None)
+    return next(iter((*filled, *present)), None)
 
 
 def _find_form(record: Record, names: Mapping[str, str], kind: str) -> tuple[str, ...] | None:
@@ -544,7 +547,7 @@ def _describe_unknown(record: Record, kind: str) -> str:
 def _refuse_fields(record: Record, kind: str) -> None:
     """Refuse fields whose meaning cannot be obeyed, all of them in one error."""
     wrong = {name: why for name, why in REFUSED.items() if not _is_nothing(record.get(name))}
-    # A reward may read weights and labels, but no other objective can.
+    # A reward may read weights and labels, but no loss obeys them.
     if kind != "prompts":
         why = "says how much a record counts, which cannot be obeyed; leave records out, or repeat them"
         wrong |= {
@@ -699,8 +702,8 @@ def _check_calls(value: Any) -> str:
 
 
 def _check_segments(value: Any) -> str:
-    is_list = isinstance(value, list) and value and all(isinstance(part, Mapping) for part in value)
-    if not is_list or any(
+    has_objects = isinstance(value, list) and value and all(isinstance(part, Mapping) for part in value)
+    if not has_objects or any(
         _check_string(p.get("text")) or not isinstance(p.get("label"), bool) for p in value
     ):
         return "expected a list of objects with a text, and a label that is true or false"

@@ -162,7 +162,7 @@ def open_image(picture: Picture) -> Any:
 
 
 def _write_tiles(images: Images, image: Any) -> str:
-    """Write the tokens of one tile, as which Llava takes every image."""
+    """Write the tokens of one tile. Llava takes every image as one tile."""
     return images.token * images.features_of_tile
 
 

@@ -221,7 +221,7 @@ def describe(folder: Path, **known: Any) -> Shards:
         known: further fields of `Shards`.
 
     Raises:
-        ConfigError: the folder has no arrays, or other ones.
+        ConfigError: the folder has no arrays, or some that are not of tokens.
     """
     files = _count_tokens(folder)
     if not files:

@@ -89,7 +89,7 @@ class ByteTokenizer:
         """
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-        # The vocabulary is GPT-2's: a byte is its own character if that is printable, else one from 256 on.
+        # Bytes are spelled as in GPT-2: by their own character if it is printable, else by one from 256 on.
         printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
         others = iter(range(256, 512))
         vocabulary = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
@@ -240,7 +240,7 @@ def open_directory(directory: str | Path) -> DirectoryTokenizer:
     except Exception as error:  # the libraries raise errors of every kind, plain Exception too
         raise ConfigError(f"{folder}: transformers opens no fast tokenizer there: {error!s:.300}.") from error
 
-    # Every end token becomes a control token, so that no text of data can end a generation.
+    # Every end token becomes a control token, so that a text which spells one is not encoded as it.
     stops = _find_stops(hf, folder)
     hf.add_tokens([hf.convert_ids_to_tokens(stop) for stop in stops], special_tokens=True)
     begin = (hf.bos_token_id,) if hf("").input_ids[:1] == [hf.bos_token_id] else ()

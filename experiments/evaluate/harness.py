@@ -35,7 +35,10 @@ class HarnessModel:
         return [tuple(each) for each in self._gather_all(mine, len(requests))]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
-        """Return the log-likelihood of whole texts. Of one longer than the model's context the end counts."""
+        """Return the log-likelihood of whole texts.
+
+        Only the end of one that is too long for the context counts.
+        """
         begin = list(self.scorer.tokenizer.begin or self.scorer.tokenizer.stops[:1])
         groups = [[(begin, self.scorer.tokenizer.encode(*request.args))] for request in requests]
         mine = {number: found[0][0] for number, found in self.scorer.logprobs(self.params, groups)}

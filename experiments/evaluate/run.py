@@ -123,7 +123,7 @@ def on_rank(config: EvaluateConfig, folder: str) -> None:
     own = [text for text in config.tasks if not text.startswith(f"{HARNESS}:")]
     tasks = dict(zip(own, read_tasks(own, config.shots, config.limit), strict=True))
 
-    # lm-eval runs its own tasks. Of others each rank answers a part of the questions that have no answer yet.
+    # lm-eval runs its own tasks. In other tasks a rank answers its part of the questions without an answer.
     for number, text in enumerate(config.tasks):
         if text.startswith(f"{HARNESS}:"):
             found |= harness_results(text.partition(":")[2], scorer, blocks, config)

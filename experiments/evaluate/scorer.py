@@ -114,8 +114,8 @@ class Scorer:
         for wide, mine in self._make_rounds(list(map(len, encoded)), [1] * len(encoded), self.rows):
             # The answer has to fit behind the prompt. A temperature of 0 takes the likeliest token.
             width = min(wide, most)
-            first = self._compile_once(width, make_first_draw, width + tokens, 0.0, 1.0)
             decode = self._compile_once(width, make_next_draws, count, 0.0, 1.0)
+            first = self._compile_once(width, make_first_draw, width + tokens, 0.0, 1.0)
             rollouts = Rollouts(
                 first, decode, count, self.rows, width, tokens, stops, decode.gather_strings, self.mesh.device
             )

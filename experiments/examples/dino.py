@@ -30,7 +30,7 @@ class Dino(nn.Module):
     def forward(self, views: Tensor) -> Tensor:
         """Return the mean loss of this rank's rows, from views [rows, 2, PIXELS]."""
         with torch.no_grad():
-            # The teacher follows the student, and sees each view as a target for the other.
+            # The teacher follows the student. What it makes of one view is the target for the other view.
             for old, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
                 old.lerp_(new, 1 - MOMENTUM)  # what the last step made of the student
             seen = self.teacher(views.flatten(0, 1))  # [2 rows, OUT]

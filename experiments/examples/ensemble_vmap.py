@@ -37,9 +37,8 @@ def train(steps: int = 1000, backend: str = "inductor") -> list[float]:
     """Train on this rank, and return the loss of every step, which is the mean over all members."""
     mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
     torch.manual_seed(0)
-    stacked, _ = stack_module_state(
-        [make_member() for _ in range(MEMBERS)]
-    )  # {"0.weight": [MEMBERS, WIDTH, 1]}
+    # {"0.weight": [MEMBERS, WIDTH, 1], ...}
+    stacked, _ = stack_module_state([make_member() for _ in range(MEMBERS)])
     params = {path: value.detach() for path, value in stacked.items()}
     member = copy.deepcopy(make_member()).to("meta")  # the code without values
 

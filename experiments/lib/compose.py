@@ -498,7 +498,7 @@ def check_sweep(command: Command, arguments: Sequence[str], config_dir: str | No
         # Collect the arguments that each argument of the sweep stands for.
         choices: list[list[str]] = []
         for argument in arguments:
-            if TARGET_VALUE.fullmatch(argument):  # one value, which has its own keys
+            if TARGET_VALUE.fullmatch(argument):  # a whole group as a `_target_`, which is one value
                 choices.append([argument])
                 continue
             (override,) = parser.parse_overrides([argument])
@@ -577,7 +577,7 @@ def register(kind: type = TrainConfig, name: str = "train_schema") -> None:
     """
     Plugins.instance().register(SharedGroups)
     store, top = ConfigStore.instance(), defaults(kind)
-    # A group of several dataclasses has no default among the values: a file chooses one of the schemas.
+    # A group with alternatives (dataclasses, or a `_target_`) has no default here: a file chooses a schema.
     for group, kinds in _find_groups(kind).items():
         has_alternatives = len(_list_types(kind)[group]) > 1
         if has_alternatives:

@@ -145,7 +145,7 @@ def read_record(path: Path, *, sealed: bool = False) -> dict[str, Any] | None:
 
 
 def write_sealed(path: Path, text: str) -> None:
-    """Write a text after a first line, a comment, with its checksum, for `read_sealed`."""
+    """Write a text below a comment with its checksum, for `read_sealed`."""
     write_text(path, f"{SEAL}{zlib.crc32(text.encode()):08x}\n{text}")
 
 

@@ -109,8 +109,10 @@ def discard(run: RunFolder) -> bool:
         Whether it is gone.
     """
     folder, rows = Path(run.folder), Path(run.folder, METRICS)
+    if not run.first_made:
+        return False
     has_rows = rows.exists() and rows.stat().st_size
-    if not run.first_made or has_rows or any(run.checkpoints.glob("*")):
+    if has_rows or any(run.checkpoints.glob("*")):
         return False
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):  # another process may be at work above it; why the run ended matters more
@@ -308,7 +310,8 @@ def search_value(
     value = result.get(name) if result["status"] == "ok" else None
     if type(value) not in (int, float):
         return None
-    # The run's own goal knows which is better. Of another metric its name tells, unless the user has said it.
+    # The run's goal says whether more is better. For another metric its name does, unless the user gave a
+    # direction.
     if metric is not None:
         is_negated = bool(grows(name, goal)) and direction == "minimize" and not is_said
     else:

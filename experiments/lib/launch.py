@@ -416,7 +416,7 @@ def device_of(key: str, asked: str, accelerators: Mapping[str, int]) -> str:
 
 
 def _name_axes(mesh: Any) -> str:
-    """Return the axes of a mesh and their sizes, as a message has them."""
+    """Return replicate, shard and the other axes of several ranks with their sizes, as a message has them."""
     sizes = {"replicate": mesh.replicate, "shard": mesh.shard}
     split = {name: getattr(mesh, name) for name in ("pipeline", "expert", "tensor", "context")}
     sizes |= {name: size for name, size in split.items() if size > 1}

@@ -98,7 +98,7 @@ def read_measurements(folder: Path) -> MeasuredRun | None:
     if not step.predicted[""] > 0:
         raise ValueError("nothing was predicted")
 
-    # A kind of line has the weight of its share of the predicted step.
+    # The weight of a kind of line is its share of the seconds that are predicted for all kinds.
     kinds: tuple[Observation, ...] = ()
     if (folder / LINES).exists():
         profile = read_record(folder / LINES) or {}

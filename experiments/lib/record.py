@@ -254,7 +254,9 @@ def peak_memory(device_type: str) -> dict[str, int]:
     """
     if device_type == "cuda":
         return {"measured_peak_bytes": torch.cuda.max_memory_allocated()}
-    return {"process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}  # in KiB
+    return {
+        "process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    }  # ru_maxrss is in KiB
 
 
 def read_run_record(folder: Path) -> dict[str, Any]:
@@ -312,7 +314,7 @@ class RunRecord:
         prediction: Mapping[str, Any] | None = None,
         **measured: float,
     ) -> dict[str, Any]:
-        """Write the record after step `step`. Of numbers that are NaN, so not known, earlier values are kept.
+        """Write the record after step `step`. A number that is NaN is not known: its earlier value is kept.
 
         Args:
             attention: that of `StepWork`; None if it is not known yet.

@@ -66,7 +66,7 @@ class Progress:
         self._open.close()
 
     def _hint(self, text: str) -> None:
-        """Print a line unless another was printed a short time ago."""
+        """Print a hint, unless another was printed less than `HINT_S` seconds ago."""
         if time.monotonic() - self._hinted > HINT_S:
             self._hinted = time.monotonic()
             self.say(text)
@@ -168,7 +168,8 @@ class Report:
             self.say(f"the run goes on without them; the file as it was is {kept}")
 
         # The files are replaced one after the other. If this process is killed in between, there are more
-        # checksums than lines, and that of the last line is among them, so that nothing counts as damaged.
+        # checksums than lines, and that of the last line is among them, so that nothing counts as damaged or
+        # missing.
         sums = self.folder / SUMS
         if row is not None:
             before = sums.read_bytes() if sums.exists() else b""

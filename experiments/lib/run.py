@@ -346,7 +346,7 @@ class Run:
                 self._warn_on_failure(write)
 
     def _warn_on_failure(self, work: Callable[[], Any]) -> None:
-        """Do something with checkpoints, and print its error."""
+        """Save, or wait for a save, and print a `CheckpointError` instead of raising it."""
         try:
             work()
         except CheckpointError as error:  # on all ranks

@@ -249,7 +249,7 @@ def make_task(config: TrainConfig) -> Task:
     init = model if isinstance(model, nn.Module) else params
     if config.objective is not None:
         loss = average_over_rows(make_target("objective", config.objective, partly=True), apply)
-        # Of a model that is not known, vectors do not decay: biases and norms' weights.
+        # Vectors of an unknown model do not decay: they are biases and norms' weights.
         leaves, _ = fs.tree.flatten_with_paths(params)
         vectors = tuple(glob.escape(path) for path, leaf in leaves.items() if leaf.dim() < 2)
         return Task(init, apply, params, loss, loss, vectors)

@@ -118,7 +118,7 @@ class Feed:
         self._attempt(end)
 
     def _attempt(self, work: Callable[[], None]) -> None:
-        """Do something with the tracker, unless it has failed, and note if it fails."""
+        """Run `work` in a thread, unless the tracker has failed, and note if it fails."""
         if self.failed:
             return
 

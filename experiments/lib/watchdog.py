@@ -127,7 +127,7 @@ class Watchdog:
             self.fault, self._number = fault_of(values), number
 
     def check_state(self, state: fs.TrainState, number: int) -> None:
-        """Note a state that is not finite, so that it does not replace good ones. All ranks call it."""
+        """Note a state that is not finite, so that it replaces no good one. All ranks call it together."""
         if self.mode != "off" and not self.fault and not is_finite(self.step, state):
             self.fault, self._number = "parameters or optimizer state are not finite", number
 

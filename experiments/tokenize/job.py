@@ -147,7 +147,7 @@ def _write_shards(
             if path.name not in written:
                 part = rows[side].shard(count, number, keep_in_memory=True)
                 _save_array(path, _encode(part, tokenizer, config.processes, out / WORK / f"{side}-{number}"))
-                if path.exists():  # there is none of rows without text
+                if path.exists():  # rows without text have no array
                     written[path.name] = digest_of(path)
                     write_record(partial_folder / WRITTEN, written, durable=True)
         # The shards are complete: describe them, and give the folder its name.
