@@ -352,8 +352,7 @@ def _find_learned_spans(
                 'messages[0] is an assistant\'s, so there is no prompt that asks for it (write {"text": ...} '
                 "where there is none)"
             )
-        # An assistant's turn lies between the prompt that asks for it and the end of a rendering that ends with
-        # it.
+        # An assistant's turn lies between the prompt that asks for it and the end of a rendering up to it.
         prompt = _render_text(tokenizer, messages[:number], variables, ask=is_assistant) if number else ""
         before, full = full, _render_text(tokenizer, messages[: number + 1], variables)
         _check_prefix(prompt.startswith(before) and full.startswith(prompt), number)

@@ -270,9 +270,8 @@ def read_learned(message: Mapping[str, Any]) -> bool | list[Mapping[str, Any]]:
     # Spans of characters override what is said of the whole message.
     if detail := message.get(DETAIL):
         has_objects = isinstance(detail, list) and all(isinstance(part, Mapping) for part in detail)
-        if not has_objects or not all(
-            {"begin_offset", "end_offset", "train"} <= part.keys() for part in detail
-        ):
+        needed = {"begin_offset", "end_offset", "train"}
+        if not has_objects or not all(needed <= part.keys() for part in detail):
             raise LineError(f"{DETAIL}: expected a list of objects with begin_offset, end_offset and train")
         content = message.get("content")
         if not isinstance(content, str):

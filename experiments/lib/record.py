@@ -254,9 +254,8 @@ def peak_memory(device_type: str) -> dict[str, int]:
     """
     if device_type == "cuda":
         return {"measured_peak_bytes": torch.cuda.max_memory_allocated()}
-    return {
-        "process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    }  # ru_maxrss is in KiB
+    # ru_maxrss is in KiB.
+    return {"process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
 def read_run_record(folder: Path) -> dict[str, Any]:

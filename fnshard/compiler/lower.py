@@ -149,37 +149,39 @@ def schedule_for(
             trainable=settings.differentiate, known=known, target=mesh.device_type, apart=settings.apart,
         )  # fmt: skip
 
-    policy_of = list(zip(segments.segments, kept, strict=True))
-    kernel_of = [kernels[kernel_key(s.source, p, settings.apart)] for s, p in policy_of]  # by segment
+    segment_policies = list(zip(segments.segments, kept, strict=True))
+    segment_kernels = [
+        kernels[kernel_key(s.source, p, settings.apart)] for s, p in segment_policies
+    ]  # by segment
 
     # Which segments keep it elsewhere, or make it again.
-    offloaded = frozenset(s.index for s, p in policy_of if p.offload)
-    recomputed = frozenset(s.index for s, p in policy_of if p.gathers_again)
-    active = find_active(segments, kernel_of, program.outputs) if settings.differentiate else set()
+    offloaded = frozenset(s.index for s, p in segment_policies if p.offload)
+    recomputed = frozenset(s.index for s, p in segment_policies if p.gathers_again)
+    active = find_active(segments, segment_kernels, program.outputs) if settings.differentiate else set()
     reruns = [
-        plan_rerun(unit, segments, kernel_of, active, set(mesh.data_axes))
+        plan_rerun(unit, segments, segment_kernels, active, set(mesh.data_axes))
         for unit in group_by_unit(segments.segments)
         if settings.differentiate and kept[unit[0].index].runs_again
     ]
 
     # In a pipeline, what each stage runs, and in which order.
-    stages = plan_stages(segments, kernel_of, active, program.outputs, specs, mesh)
+    stages = plan_stages(segments, segment_kernels, active, program.outputs, specs, mesh)
     tasks = ()
     if mesh.stages > 1:
         keeps = ()
         if settings.apart:  # only the order of separate gradients is limited by bytes
             fetched_again = find_fetched_again(segments, recomputed, mesh.data_axes)
             keeps = [
-                count_kept_bytes(chunk, segments, kernel_of, active, reruns, fetched_again)
+                count_kept_bytes(chunk, segments, segment_kernels, active, reruns, fetched_again)
                 for _, chunk in stages.chunks
             ]
-        tasks = _order_tasks(stages, kernel_of, settings, cost_of, reruns, keeps)
+        tasks = _order_tasks(stages, segment_kernels, settings, cost_of, reruns, keeps)
 
     # Write out the schedule of each stage, and let the passes make it fast.
     schedules = []
     for stage in range(mesh.stages):
         schedule = build(
-            segments, kernel_of, program.outputs, specs, mesh, settings, stages, stage, tasks, reruns
+            segments, segment_kernels, program.outputs, specs, mesh, settings, stages, stage, tasks, reruns
         )
         schedule = replace(schedule, offloaded=offloaded, recomputed=recomputed)
         if options.passes is None:

@@ -335,9 +335,11 @@ class Walk:
     def seconds_lost(self, choice: Any, other: Any) -> float:
         """Return the seconds by which a plan is slower than another if both save nothing.
 
-        The result is 0 if either has not been priced.
+        The result is 0 if the first is not valid, or if either has not been priced.
         """
         if not self.space.is_valid(choice):
             return 0.0
-        mine, its = (self.seen.get(self.space.dials(c)[0].at(0)) for c in (choice, other))
-        return 0.0 if mine is None or its is None else mine.seconds - its.seconds
+        priced, other_priced = (self.seen.get(self.space.dials(c)[0].at(0)) for c in (choice, other))
+        if priced is None or other_priced is None:
+            return 0.0
+        return priced.seconds - other_priced.seconds

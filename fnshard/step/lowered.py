@@ -272,9 +272,9 @@ class Lowered:
         program = self.stages.program
         named = zip(program.inputs, program.placeholders, strict=True)
         values = {each.name: node.meta["val"] for each, node in named if each.kind == "batch"}
-        tokens = {n for n, v in values.items() if v.dim() == 2 and v.dtype == torch.int64}
+        token_leaves = {n for n, v in values.items() if v.dim() == 2 and v.dtype == torch.int64}
         # The program has the shapes of one micro-batch, and `batch_bytes` counts all of them.
-        counts = {self.batch_bytes[n] // 8 for n in tokens & set(self.batch_bytes)}
+        counts = {self.batch_bytes[n] // 8 for n in token_leaves & set(self.batch_bytes)}
         return counts.pop() * self.schedule.mesh.data_size if len(counts) == 1 else None
 
     def compile(self) -> Lowered:

@@ -65,7 +65,7 @@ def check_agreement(
 
     # Ranks' losses are averaged, which is a mean over all rows only if ranks have equally many.
     if None not in rows_of and len(set(rows_of)) > 1:
-        ranks = {count: [str(r) for r, rows in enumerate(rows_of) if rows == count] for count in rows_of}
+        ranks = {count: [str(r) for r, each in enumerate(rows_of) if each == count] for count in rows_of}
         raise AgreementError(
             "ranks have batches of different numbers of rows, and the loss is no fs.Mean: each rank's would "
             "count alike, a mean of means.",
@@ -215,7 +215,7 @@ def checksum(value: Tensor) -> int:
         table = table.clone()
     words = table.view(torch.int64)
     sums = words.view(rows, _COLUMNS).sum(0).cpu().numpy()
-    # Bytes beyond the last full row are summed by themselves.
+    # The CRC of the sums goes on over the bytes beyond the last full row.
     return zlib.crc32(flat[len(words) * 8 :].cpu().numpy(), zlib.crc32(sums))
 
 

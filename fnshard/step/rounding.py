@@ -23,7 +23,8 @@ def warn_of_lost_updates(optimizer: Optimizer, specs: Mapping[str, LayoutSpec]) 
     It says nothing where the size of updates depends on that of gradients (`sgd`), nor of optimizers that
     have no rate among their `values`.
     """
-    # Find the leaves whose updates are lost. Leaves with the same rule have updates of the same size.
+    # Find the leaves whose updates are lost. Leaves with the same rule, settings and number of dims have
+    # updates of one size.
     lost, largest = {}, 0.0
     known: dict[Any, float | None] = {}
     for path, spec in specs.items():

@@ -63,7 +63,6 @@ def step_settings(
     optimizer: Optimizer | None, specs: ResolvedSpecs, mesh: Mesh, options: StepOptions
 ) -> StepSettings:
     """Return the settings of a training step, as far as they do not depend on what `fn` returns."""
-    # A dynamic loss scale may skip the update.
     families = families_of(optimizer, specs.stored, mesh) if optimizer is not None else {}
     dynamic = loss_scale_of(optimizer, specs, options).dynamic
     # An update that needs the norm, or that may be skipped, waits for the gradients of all leaves.

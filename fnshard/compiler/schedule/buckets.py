@@ -233,7 +233,7 @@ def stack_buckets(
                     for row, path in zip(rows, column, strict=True):
                         row.append((path, form))
 
-            # Rows are as long for every rank, and each becomes one row of both buckets.
+            # All ranks' rows have as many leaves or gaps; each becomes one row of both buckets.
             if rows[0]:
                 names = {b.name for some in out.values() for pair in some for b in pair}
                 name = _choose_name(bucket.name.replace("reduce", "stack", 1), names)

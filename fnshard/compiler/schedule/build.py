@@ -148,7 +148,7 @@ def build(
     stages = stages or one_stage(segments)
     if stages.stages > 1:
         # Ranks of all stages meet in the sums of scalars. Every stage has these at its end, in one order, and
-        # so come updates that read them.
+        # so the updates that read them come there, too.
         settings = replace(settings, barrier=settings.barrier or settings.counted, counted=False)
 
     # Write out every task; those of one round share what they gather.
@@ -522,7 +522,7 @@ class _Builder:
             keeps = segment.index in self.active and segment.index not in self.run_twice
             saved = self.name_saved(segment, micro) if keeps else ()
             writes = tuple(self.name_value(n, micro) for n in segment.outputs) + saved
-            # What is saved for no backward needs names all the same.
+            # The kernel makes what it would save even if no backward reads it here: these values need names.
             if not saved:
                 unread = self.name_saved(segment, micro)
                 writes += tuple(ValueName(Kind.VALUE, f"_{n.path}", micro=n.micro) for n in unread)
@@ -979,7 +979,7 @@ class _Builder:
         for path in there.paths:
             groups.setdefault(steps_key(derived[path]), []).append(path)
         for number, paths in enumerate(groups.values()):
-            # These computations read what came back. Some could run before, but all come behind it.
+            # Some of these computations read what came back. Others were ready before, and follow it, too.
             steps = derived[paths[0]].steps
             start = next(i for i, s in enumerate(steps) if isinstance(s, Stack)) + 1
             numbers = [

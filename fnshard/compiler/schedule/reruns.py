@@ -71,7 +71,7 @@ def plan_rerun(
             elif ref.kind in ("input", "output"):
                 names = segment.inputs if ref.kind == "input" else segment.outputs
                 wanted.add(names[ref.index])
-    # Leaves are no results of other segments: they are gathered once more.
+    # From the end: what makes a wanted value runs again, and what that reads is wanted.
     for segment in reversed(unit):
         for each in last_first(after[segment.index]):
             if each.received in wanted - kept:
@@ -79,5 +79,6 @@ def plan_rerun(
                 wanted.add(each.sent)
         if segment.index in runs or not (wanted - kept).isdisjoint(segment.outputs):
             runs.add(segment.index)
+            # Leaves are gathered once more.
             wanted |= {name for name in segment.inputs if name.kind is not Kind.LEAF}
     return Rerun(tuple(unit), frozenset(runs), frozenset(exchanges))

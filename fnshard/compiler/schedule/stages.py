@@ -124,8 +124,8 @@ def assign_chunks(segments: Segments, specs: Mapping[str, LayoutSpec], mesh: Mes
         SpecError: a segment reads leaves of two chunks; the program reads chunks in another order than
             theirs; or a stage has no segment.
     """
-    # A segment belongs to the highest chunk among its leaves. To read a leaf of a lower one, or of one lower
-    # than an earlier segment's, is an error.
+    # A segment belongs to the highest chunk among its leaves. A leaf of a lower chunk than that, or than an
+    # earlier segment's, is an error.
     chunks: list[int | None] = []
     wrong: list[str] = []
     latest, reader = 0, ""  # the highest chunk so far, and a leaf of it

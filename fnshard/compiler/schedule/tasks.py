@@ -70,7 +70,8 @@ def order_tasks(
         differentiate: whether there is a backward.
     """
     micros, ways = range(accumulate), (Way.FORWARD, Way.BACKWARD) if differentiate else (Way.FORWARD,)
-    # Depth-first: each micro-batch runs through the whole program, in a round of its own.
+    # Depth-first: each micro-batch runs forward and then backward through the whole program, each in a round
+    # of its own.
     if order == "depth" or accumulate == 1:
         last = accumulate - 1
         return [(Task(segments, m, way, m == last),) for m in micros for way in ways]
@@ -233,7 +234,7 @@ def order_stages(
     def has_room(chunk: int, way: Way) -> bool:
         # Separate gradients that wait give bytes back: they run before a task that would exceed the limit.
         stage = stage_of[chunk]
-        bytes_then = full[stage] + count_change(keeps[chunk], way, apart)
+        bytes_then = full[stage] + count_byte_change(keeps[chunk], way, apart)
         if way is not last and waiting[stage] and bytes_then > limit:
             return False
         if way is not Way.FORWARD or room is None:
@@ -268,7 +269,7 @@ def order_stages(
             kept[stage] += 1
         if way is last:
             kept[stage] -= 1
-        full[stage] += count_change(keeps[chunk], way, apart)
+        full[stage] += count_byte_change(keeps[chunk], way, apart)
         waiting[stage] += {Way.FORWARD: 0, Way.BACKWARD: 1, Way.WEIGHTS: -1}[way]
         following[chunk, way] += 1
         if micro == micros - 1:
@@ -283,7 +284,7 @@ def order_stages(
     return sorted(out, key=lambda slot: (slot.end, slot.start, slot.chunk))
 
 
-def count_change(keeps: KeptBytes, way: Way, apart: bool) -> float:
+def count_byte_change(keeps: KeptBytes, way: Way, apart: bool) -> float:
     """Return how many more bytes a stage keeps behind a task of a chunk than before it."""
     for_weights = keeps.for_weights if apart else 0.0
     return {
@@ -301,7 +302,7 @@ def count_kept(
     now, most = dict.fromkeys(stage_of, 0.0), dict.fromkeys(stage_of, 0.0)
     for slot in sorted(slots, key=lambda slot: slot.start):
         stage = stage_of[slot.chunk]
-        now[stage] += count_change(keeps[slot.chunk], slot.way, apart)
+        now[stage] += count_byte_change(keeps[slot.chunk], slot.way, apart)
         most[stage] = max(most[stage], now[stage])
     return most
 

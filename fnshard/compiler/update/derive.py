@@ -90,8 +90,8 @@ class DerivedUpdate:
     Args:
         steps: computations and exchanges in turn. A result is written after the last read of the input of its
             name. Exchanges between the same computations follow one another.
-        values: the shape and dtype that each value has on a rank. A value that a stack receives, or that is
-            computed from such values alone, is whole.
+        values: the shape and dtype that each value has on a rank. A value that a stack brings to the one
+            rank, or that this rank computes of the whole leaf, has its whole shape.
         sent_bytes: the bytes that a rank sends for one leaf, on average over many leaves.
         flops: the FLOPs of products and decompositions that a rank computes for one leaf, on average too.
     """
@@ -138,7 +138,7 @@ def derive(traced: TracedUpdate, shape: Sequence[int], layouts: Mapping[str, P],
             break
         marked |= more
 
-    # Of the rounds, the cheapest: fewer nodes on whole values may be dearer, or cheaper, than more.
+    # Take the cheapest round: with more nodes on whole values, an update may be cheaper or dearer.
     best = min(plans, key=lambda plan: plan.price)
     # The plan of `place` alone is written out only if it may be cheaper.
     if splits.apart or 2 * best.price < local.estimated_bytes:

@@ -81,7 +81,7 @@ def family_of(rule: Optimizer, path: str, spec: LayoutSpec, mesh: Mesh) -> Famil
     Args:
         rule: the leaf's optimizer.
     """
-    # Leaves share what nothing but these settings determines.
+    # What depends on these settings alone is made once, and shared by all leaves that have them.
     known, shape, dtype = rule.traces, tuple(spec.shape), spec.optimizer_dtype
     key = "family", rule.settings(path), shape, dtype, spec.optimizer, mesh.names, mesh.sizes
     if key not in known:

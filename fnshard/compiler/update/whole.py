@@ -156,9 +156,10 @@ def find_region(
     read = {n for node in inside for n in node.all_input_nodes if n not in inside}
 
     # The way out: later nodes may be computed before results are sent back, if their other inputs are cheap
-    # to send. Values that all ranks have are free, and a sum over blocks that have come back is not. In the
-    # network a node "out" is computed in the region, "back" is a value of it that is sent back, "read" an
-    # outer value that is sent there, and "made" one that the region computes a second time.
+    # to send. Values that all ranks have are free, and a sum over blocks that have come back is not. On the
+    # source's side of the cut, "out" means that the region computes a node, and "back" that it computes all
+    # later readers of it, too: a cut between them sends the value back. "read" means that the region reads an
+    # outer node, and "made" that it computes it a second time: a cut between them sends it there.
     edges = []
     results = set(graph.output_node().args[0])
     for node in core | after:
@@ -253,7 +254,7 @@ def cut_out(traced: TracedUpdate, inside: set[fx.Node], owned: set[fx.Node], pri
 # ------------------------------------------------------------------ bytes
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """A list of prices: the bytes to send values to the rank that has the leaf whole, and back."""
+    """A calculator of the bytes to send values to the rank that has the leaf whole, and back."""
 
     traced: TracedUpdate
     placed: PlacedUpdate
@@ -268,7 +269,7 @@ class Prices:
         share = (ranks - 1) / ranks
         if self.name_of(node) in self.splits.apart:
             return share * bytes_of(value) / ranks
-        # All ranks have it already, but they have paid for the reductions that it is made of.
+        # All ranks have it: its price is that of the reductions on which it depends.
         if not self.is_split(node):
             return self.reductions[node]
         placements = self.placed.where[node]

@@ -134,7 +134,7 @@ class Exchange(Instruction):
             if joined is None:
                 env[out] = result.view(shape)
                 return
-            # Transports hand out rows in one tensor, or a list of them.
+            # Transports hand out rows in one tensor, or in a list.
             if isinstance(result, Tensor):
                 rows = result.view(ranks, *row_shape).unbind(0)
             else:

@@ -131,8 +131,8 @@ class Free(Instruction):
                     transfers.give(value)
 
         def run(env: Env) -> None:
-            # Lines that the worker has yet to run may read the values that it drops.
             drop(env, others)
+            # The worker itself drops what lines that it has yet to run may read.
             if read_on_host:
                 later(lambda: drop(env, read_on_host))
 
