@@ -150,9 +150,7 @@ def schedule_for(
         )  # fmt: skip
 
     segment_policies = list(zip(segments.segments, kept, strict=True))
-    segment_kernels = [
-        kernels[kernel_key(s.source, p, settings.apart)] for s, p in segment_policies
-    ]  # by segment
+    segment_kernels = [kernels[kernel_key(s.source, p, settings.apart)] for s, p in segment_policies]
 
     # Which segments keep it elsewhere, or make it again.
     offloaded = frozenset(s.index for s, p in segment_policies if p.offload)
