@@ -177,7 +177,7 @@ def plain(steps: int = 3) -> list[float]:
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name in (
         (fs.presets, "PRESETS"), (fs.codecs, "CODECS"), (schedules, "SCHEDULES"),
-        (fs.optim.optimizers, "OPTIMIZERS"), (fs.optim, "OPTIMIZERS"),
+        (fs.optim.optimizers, "OPTIMIZERS"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, dict(getattr(owner, name)))
     monkeypatch.setattr(fs.optim, "OPTIMIZERS", fs.optim.optimizers.OPTIMIZERS)
@@ -282,7 +282,6 @@ def fails(schedule: Any) -> Any:
         ({"passes": 3}, SpecError, ["passes=", "functions from a schedule"], ()),
         ({"passes": fs.passes.default(), "prefetch": 2}, SpecError, "passes=", "default(prefetch"),
     ],
-    ids=lambda value: None,
 )  # fmt: skip
 def test_a_pass_with_a_mistake_is_named(options: Any, error: Any, leaves: Any, fix: Any) -> None:
     mesh = fs.make_mesh(shard=2, abstract=True)

@@ -16,11 +16,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 SCRIPT, _ = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
-@pytest.mark.long  # a type checker reads all of torch
-@pytest.mark.parametrize(
-    "command",
-    [pytest.param((sys.executable,), marks=pytest.mark.long), ("basedpyright", "--level", "error")],
-)
+@pytest.mark.long  # one trains, and a type checker reads all of torch
+@pytest.mark.parametrize("command", [(sys.executable,), ("basedpyright", "--level", "error")])
 def test_the_script_of_the_readme_runs_next_to_the_clone(tmp_path: Path, command: tuple[str, ...]) -> None:
     (tmp_path / "fnshard").symlink_to(ROOT)  # a folder without __init__.py, as the clone is
     (tmp_path / "train.py").write_text(SCRIPT.replace("epochs=5", "epochs=1"))

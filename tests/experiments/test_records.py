@@ -310,7 +310,6 @@ def test_documented_prompts(chat, name):
         ({"images": 5, "prompt": "a", "response": "b"}, ["images"]),
         ({"images": 5}, ["images"]),
     ],
-    ids=lambda value: value if isinstance(value, str) else None,
 )  # fmt: skip
 def test_what_cannot_be_obeyed_is_an_error(chat, tmp_path, record, keys):
     path = tmp_path / "x.jsonl"
@@ -373,6 +372,7 @@ def test_objects_whose_order_is_the_tables_are_a_counted_line(chat, tmp_path, ca
         kept = all(json.dumps(each) in text for each, text in zip(arguments, every, strict=True))
         assert kept is (name == "texts")
         assert ("order and types" in str(data)) is (name == "objects")
+        assert ("order and types" in capsys.readouterr().err) is (name == "objects")
 
 
 def test_nulls_that_a_table_would_not_have_are_counted(chat, tmp_path, capsys):
@@ -540,7 +540,8 @@ def test_every_message_is_shown_or_refused(directory, family, kind):
             lost.append(name)
             continue
         for message in talk:
-            assert (message["content"] or "add").rpartition("</think>")[2] in text
+            for part in (message["content"], message.get("tool_calls") and "add"):
+                assert not part or part.rpartition("</think>")[2] in text
     assert tuple(lost) == LOST[family]
 
 
@@ -587,6 +588,10 @@ def test_prompts_hold_what_their_reward_compares_with(chat, tmp_path, record, ne
     assert f"{path}:2: " in str(error.value)
 
 
+def test_every_field_has_names():
+    assert set(NEEDS) == {"response", "number"} and all(NAMES.values())
+
+
 def test_the_last_number_of_a_text():
     numbers = {
         "3 or 4": 4,
@@ -606,4 +611,3 @@ def test_the_last_number_of_a_text():
     assert {text: last_number(text) for text in numbers} == numbers
     strict = {"#### 72 apples": None, "#### -$5.": -5, "#### .5": 0.5, "72 apples": 72}
     assert {text: last_number(text, whole=True) for text in strict} == strict
-    assert set(NEEDS) == {"response", "number"} and all(NAMES.values())

@@ -257,9 +257,9 @@ def test_any_rank_that_is_asked_stops_all(ranks: Any, tmp_path: Path) -> None:
         [json.loads(line).get("loss") for line in (f / METRICS).read_text().splitlines()]
         for f in (whole, one)
     ]
-    assert losses[1][-2] != losses[0][-1] and losses[1] == [
-        v and pytest.approx(v, rel=1e-5) for v in losses[0]
-    ]
+    # Other meshes sum in another order, so the second half differs in its last digits.
+    assert losses[1] != losses[0]
+    assert losses[1] == [v and pytest.approx(v, rel=1e-5) for v in losses[0]]
 
 
 SPLIT = (*RUN, "model.layers=1", "run.steps=2", "run.save_every=1", "run.held_out_every=2",

@@ -95,7 +95,7 @@ def test_rows_that_are_free_take_the_next_prompt() -> None:
     mesh = fs.make_mesh(shard=1, device="cpu")
     every, params, model = rollouts(mesh, 7, stops=set(range(17, 40)))
     one = every(params, PROMPTS, numbers(7))
-    # Four tokens of a program: the fourth of the second ends an answer of six.
+    # Four tokens a call: the sixth is the first of the second call, which draws three too many.
     other = rollouts(mesh, 2, 4, stops=set(range(17, 40)))[0](params, PROMPTS, numbers(7))
     assert torch.equal(one.tokens, other.tokens) and torch.equal(one.lengths, other.lengths)
     torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-6)
@@ -424,7 +424,7 @@ def test_a_run_is_rewarded_and_resumes_bit_for_bit(model, data, tmp_path, monkey
     parts = result["held_out_reward_length"] + result["held_out_reward_exact"]
     assert result["held_out_reward"] == pytest.approx(parts) and result["goal"]["is_maximised"]
     assert (whole / "reward.png").exists() and not (whole / "loss.png").exists()
-    assert result["rollouts_s"] > 0 and result["data_s"] < result["rollouts_s"]
+    assert result["rollouts_s"] > 0
     rows = [each for each in timeless(whole) if "loss" in each]
     assert len(rows) == STEPS and all(each["mismatch"] < 1e-9 and each["entropy"] > 0 for each in rows)
     assert ("kl" in rows[0]) == any("beta" in each for each in more) and any(

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,9 +44,7 @@ def test_a_launcher_without_a_sweep_is_refused(error_of):
 
 
 @pytest.fixture
-def sweep(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., tuple[Any, list[str], Path]]]:
+def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[str], Path]]:
     """Run a sweep in this process whose jobs are a formula: best at a rate of 1e-3, and none for seed 13."""
 
     def started(_: Any, asked: Any, folder: Path, overrides: list[str], *, chosen: bool) -> str:
@@ -64,7 +62,7 @@ def sweep(
     monkeypatch.setattr(launch, "start", started)
     monkeypatch.chdir(tmp_path)
 
-    def run(*arguments: str) -> tuple[Any, Path]:
+    def run(*arguments: str) -> tuple[Any, list[str], Path]:
         ran.clear()
         monkeypatch.setattr(sys, "argv", ["train", "--multirun", *arguments])
         code: Any = 0
@@ -75,7 +73,7 @@ def sweep(
         (folder,) = tmp_path.glob("multirun/*/*")
         return code, list(ran), folder
 
-    yield run
+    return run
 
 
 def test_a_command_that_srun_starts_on_several_nodes_is_refused(monkeypatch):

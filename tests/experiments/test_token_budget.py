@@ -55,6 +55,7 @@ def test_packed_pairs_have_the_loss_of_padded_ones(model, data, tmp_path, name):
     expected, more = loss_fn(params, padded.batch(np.arange(padded.count))[0])
     assert float(loss.count) == float(expected.count) == padded.count
     assert float(loss.total) == pytest.approx(float(expected.total), rel=1e-5)
+    assert aux.keys() == more.keys()
     for each, mean in aux.items():
         assert float(mean.total) == pytest.approx(float(more[each].total), rel=1e-4, abs=1e-5)
 

@@ -129,7 +129,8 @@ def test_the_devices_of_a_machine_are_counted(monkeypatch):
     assert find_accelerators() == {} or torch.accelerator.is_available()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    assert find_accelerators() == {"cuda": torch.accelerator.device_count()}
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    assert find_accelerators() == {"cuda": 3}
 
 
 def test_several_nodes_have_the_ranks_of_all():
@@ -298,7 +299,7 @@ def test_a_sweep_leaves_every_file_of_its_runs_and_one_table(tmp_path: Path):
     assert all({"loss", "lr", "grad_norm", "tokens_per_s"} <= set(row) for row in steps)
     assert [row["step"] for row in rows if "held_out_loss" in row] == [2, 4]
     config = yaml.safe_load((folder / "config.yaml").read_text())
-    assert config["mesh"] | {"shard": 2} == config["mesh"] and config["strategy"]["name"] == "zero2"
+    assert config["mesh"]["shard"] == 2 and config["strategy"]["name"] == "zero2"
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "schedule.txt").read_text().strip()
     assert (folder / "sample.txt").read_text().startswith("def ")

@@ -230,14 +230,11 @@ def test_images_that_nothing_looks_at_are_refused(folders, model, pictures, tmp_
     path = written(Path(pictures[0]).parent, record, record)
     with raises(ConfigError, leaves="image processor"):
         config_of(model, {"samples": path}, tmp_path)
-    for override, why in {
-        "objective=grpo": "objective=grpo",
-        "mesh.context=2": "mesh.context=2",
-    }.items():
+    for override in ("objective=grpo", "mesh.context=2"):
         config = config_of(
             folders["tiny-llava"], {"samples": path}, tmp_path, "data.context=64", "data.rows=16", override
         )
-        with raises(ConfigError, leaves=why):
+        with raises(ConfigError, leaves=override):
             finetune.open_data(config, from_directory(config.model).vision)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def test_split_is_by_file_and_complete(folder):
 def test_too_little_text_is_refused(tmp_path, suffix):
     (tmp_path / "one.py").write_text("x = 1\n")
     with raises(ValueError, leaves="/dev/zero", fix="data.root"):
-        dataset.load_text(type(tmp_path)("/dev/zero"))
+        dataset.load_text(Path("/dev/zero"))
     with raises(
         ValueError,
         leaves=[str(tmp_path), repr(suffix)],

@@ -9,13 +9,13 @@ import pytest
 
 from fnshard.launcher import post_mortem
 
-LIBRARY, OWN = post_mortem.LIBRARY.rstrip("/"), "/home/u/train.py"
+LIBRARY, OWN = post_mortem.LIBRARY.rstrip("/"), "/srv/u/train.py"
 HEAD = "Traceback (most recent call last):\n"
 TEXTS = {  # behind frames: what an exception says, whatever it looks like
     "a worker's": "ValueError: Caught ValueError in DataLoader worker process 0.\n"
     f'Original Traceback (most recent call last):\n  File "{LIBRARY}/tree.py", line 1, in f\n'
     "    raise ValueError\nValueError: row 3\n\nof a file",
-    "of torch.fx": 'RuntimeError: no rule\n\nOriginal traceback:\n  File "/home/u/model.py", line 7, in f\n'
+    "of torch.fx": 'RuntimeError: no rule\n\nOriginal traceback:\n  File "/srv/u/model.py", line 7, in f\n'
     "    return x + y",
     "with a traceback": f'MyError: it said\nTraceback (most recent call last):\n  File "{LIBRARY}/a.py"'
     ", line 1, in f\n    g()\nKeyError: 1",
