@@ -102,6 +102,8 @@ _BY_MESSAGE = {
     r"Could not infer dtype|meta tensor": _VALUE,
     r"Pending unbacked symbols|got SymInt": _BY_INDEX,
     r"leaf Variable that requires grad": TRAINED,
+    r"returns multiple views": "what chunk, split and unbind return cannot be written to, not even by .data: "
+    "write to slices, as in x[..., :n], or to copies.",
     r"running_mean or running_var|mutate a captured Tensor|vmap: inplace": "what a torch.func transform "
     "calls writes to nothing outside of it: return the new value and write it after the transform; a "
     "BatchNorm in eval mode, or with track_running_stats=False, writes nothing.",
