@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import difference
 from errors import raises
 from rows import mark_other_rows_long
 
@@ -29,6 +30,27 @@ def test_a_run_that_is_broken_off_leaves_no_answer_for_the_next(
         with pytest.raises(pytest.fail.Exception):
             pool.run(give_back, 1)
     assert pool.run(give_back, 2) == [2]
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "is_right"),
+    [
+        ([torch.inf, 1.0], [torch.inf, 1.0], True),
+        ([1.0, 2.0], [torch.inf, 2.0], False),
+        ([torch.inf, 2.0], [1.0, 2.0], False),
+        ([torch.inf, 3.0], [torch.inf, 2.0], False),
+        ([-torch.inf, 2.0], [torch.inf, 2.0], False),
+        ([torch.nan, 2.0], [torch.nan, 2.0], False),  # which tells nothing
+        ([1e6 + 1e-5, 2.0], [1e6, 2.0], True),
+        ([1.0 + 1e-5, 2.0], [1.0, 2.0], False),
+        ([], [], True),
+    ],
+)
+def test_values_of_a_case_are_compared_as_they_are_large(
+    got: list[float], expected: list[float], is_right: bool
+) -> None:
+    ours, theirs = ({"x": torch.tensor(v, dtype=torch.float64)} for v in (got, expected))
+    assert (difference(ours, theirs) == "") is is_right
 
 
 def make_all(lr: float) -> list[Optimizer]:

@@ -248,13 +248,7 @@ def test_real_ranks(ranks: Callable[[int], Any]) -> None:
 
 
 @pytest.mark.long  # tests/step/test_gloo.py compiles a step
-@pytest.mark.parametrize(
-    "name",
-    [
-        "fused_linear_loss",
-        *(pytest.param(n, marks=pytest.mark.long) for n in ("saves_intermediates", "hooks_of_tensors")),
-    ],
-)
+@pytest.mark.parametrize("name", ["fused_linear_loss", "saves_intermediates", "hooks_of_tensors"])
 def test_inductor_compiles_it(name: str) -> None:
     """Plain operators, of whichever program they are."""
     check_compiled(PROGRAMS[name])

@@ -160,11 +160,14 @@ OUTSIDE = D.Normal(torch.zeros(4, dtype=DOUBLE), 2.0)
 
 
 @pytest.mark.parametrize("name", LOG_PROBS)
-def test_distributions_validate_nothing_while_they_are_traced(name: str) -> None:
+def test_distributions_validate_nothing_while_they_are_traced(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(D.Distribution, "_validate_args", True)  # Dynamo's first compilation makes it False
     x = leaves(x=(4, 4))["x"].flip(0)
     assert_equal_to_torch(lambda p, x: LOG_PROBS[name](p, x).sum(), leaves(w=(4, 4), v=(4, 4)), x)
     with pytest.raises(ValueError, match="to satisfy the constraint"):
-        D.Normal(0.0, -1.0, validate_args=True)  # Dynamo, once imported, makes False the default
+        D.Normal(0.0, -1.0)
 
 
 # ------------------------------------------------------------------ factors and inverses

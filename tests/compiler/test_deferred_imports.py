@@ -37,6 +37,7 @@ assert disabled.__name__ == "plain"
 def refused(): raise fs.SpecError("wrong")
 try: deferred_imports.trace_again(refused)
 except fs.SpecError: assert deferred() == both
+else: assert False
 frames = []
 def backend(graph, inputs):
     frames.append(graph)
@@ -62,6 +63,7 @@ def fail():
     raise ValueError(f"call {len(calls)}")
 try: deferred_imports.trace_again(fail)
 except ValueError as error: assert str(error) == "call 2" and "call 1" in error.__notes__[0]
+else: assert False
 assert deferred() == [] and len(calls) == 2
 """,
     "names": """

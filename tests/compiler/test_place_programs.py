@@ -115,9 +115,9 @@ def test_a_fused_loss_of_a_split_vocabulary_holds_no_logits(ranks: int) -> None:
     batch = (rows(4, 3, 6), targets)
     program = trace_whole(fused, params, batch)
     placed = assert_placed(program, params, batch, {"head": Split(0)}, ranks)
-    assert (
-        max(n.meta["val"].numel() for n in placed.graph.nodes if isinstance(n.meta.get("val"), Tensor)) < 480
-    )
+    values = [n.meta["val"] for n in placed.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
+    logits = {(*rows, words) for rows in ((4, 3), (12,)) for words in (40, 40 // ranks)}
+    assert not logits & {tuple(value.shape) for value in values}
     parts = placed.graph.find_nodes(op="call_function", target=torch.ops.fnshard.token_parts.default)
     assert [n.args[4] for n in parts] == [1]
 
@@ -177,7 +177,7 @@ def test_any_program_on_any_split(program: Any, draw: Any) -> None:
     try:
         whole = trace_whole(program, params, batch)
     except fs.TraceError:
-        return
+        hypothesis.assume(False)
     for ranks in (2, 3):
         inputs = {}
         for each, node in zip(whole.inputs, whole.placeholders, strict=True):
@@ -247,6 +247,17 @@ def test_a_split_behind_a_view_is_the_view_of_a_split(shapes: Any, dim: int, out
     parts, expected = cut(x.view(before), split, ranks), cut(x.view(after), moved, ranks)
     for part, other in zip(parts, expected, strict=True):
         assert torch.equal(part.reshape(local_shape(after, moved, ranks)), other)
+
+
+@pytest.mark.parametrize(("split", "before", "after", "moved"), [
+    (Split(2), (2, 3, 12), (2, 3, 4, 3), Split(2)),
+    (Split(1), (4, 6), (24,), Split(0, 4)),
+    (Split(0, 4), (24,), (4, 6), Split(1)),
+])  # fmt: skip
+def test_a_split_goes_through_a_view_that_parts_or_joins_dims(
+    split: Split, before: tuple[int, ...], after: tuple[int, ...], moved: Split
+) -> None:
+    assert through_view(split, before, after, 2) == moved
 
 
 def test_what_a_slice_cuts_off_counts_for_nothing() -> None:

@@ -273,7 +273,7 @@ def test_updates_overlap_kernels_on_a_gpu(ranks: int, depth: int) -> None:
     """All but those that no kernel follows; their gradients live until they are waited for."""
     low = lower(loss, chain(6), rows(), ranks=ranks, overlap=depth, device="cuda")
     order, issued = list(low.schedule.instructions), lines(low, OverlappedUpdate)
-    assert len(lines(low, Update)) == 6 and len(issued) >= 6 - 2 * depth
+    assert len(lines(low, Update)) == 6 and len(issued) >= max(2, 6 - 2 * depth)
     for line in issued:
         start = order.index(line)
         end = next(n for n, i in enumerate(order) if isinstance(i, Wait) and i.reads == line.writes)

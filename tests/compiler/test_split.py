@@ -143,7 +143,7 @@ WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.suite({
-    "lookup": "of a batch's indices",
+    "lookup": "of rows, by indices that are made of nothing",
     "dequantise": "of two leaves",
     "weight norm": "a reduction, and what is made of it",
 })  # fmt: skip

@@ -30,7 +30,6 @@ from fnshard.compiler.kernels.remat import NAMED, Policy
 from fnshard.compiler.kernels.segment_source import Source
 from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.instructions import Accumulate, ReduceScatter, Run
-from fnshard.compiler.schedule.ir import Schedule
 from fnshard.compiler.schedule.kept_bytes import KeptBytes
 from fnshard.compiler.schedule.tasks import Slot, bubble, count_kept, order_stages, usual_room
 from fnshard.compiler.schedule.verify import verify
@@ -165,12 +164,13 @@ def test_both_halves_make_the_gradients_of_the_whole_with_as_many_products(block
 
 @pytest.mark.parametrize(("block", "policy"), [("transformer", "unit"), ("experts", "none")])
 def test_the_second_half_reads_no_leaf_and_makes_no_cotangent(block: str, policy: str) -> None:
-    for _, kernel in pairs(block, NAMED[policy]):
-        kinds = [a.kind for a in kernel.source.inputs]
-        for half in filter(None, [kernel.weights]):
-            assert {kinds[index] for index in half.grads} == {"leaf"}
-            assert not [ref for ref in half.inputs if ref.kind == "input" and kinds[ref.index] == "leaf"]
-            assert all(products(half).values())
+    kernels = [kernel for _, kernel in pairs(block, NAMED[policy]) if kernel.weights]
+    assert kernels
+    for kernel in kernels:
+        half, kinds = kernel.weights, [a.kind for a in kernel.source.inputs]
+        assert {kinds[index] for index in half.grads} == {"leaf"}
+        assert not [ref for ref in half.inputs if ref.kind == "input" and kinds[ref.index] == "leaf"]
+        assert products(half).total() > 0
 
 
 def bytes_between(kernel: Kernel) -> int:
@@ -298,20 +298,20 @@ def stages(order: str = "zero_bubble", accumulate: int = 4, **options: Any) -> A
     return lower(loss, chain(4), batch, ranks=axes, **how)
 
 
-def test_weight_gradients_gather_nothing_and_are_reduced_behind_the_last() -> None:
+def test_weight_gradients_read_no_leaf_and_are_reduced_behind_the_last() -> None:
     apart, together = stages(), stages("depth")
     for one, other in zip(apart.schedules, together.schedules, strict=True):
         counts, usual = one.counts(), other.counts()
-        for verb in ("gather", "reduce_scatter", "send", "recv"):
-            assert counts[verb] == usual[verb] - (verb == "gather") * saved_gathers(one, other), verb
-        ways = Counter(i.way for i in one.instructions if isinstance(i, Run))
+        for verb in ("reduce_scatter", "send", "recv"):
+            assert counts[verb] == usual[verb], verb
+        runs = [i for i in one.instructions if isinstance(i, Run)]
+        ways = Counter(run.way for run in runs)
         assert ways[Way.WEIGHTS] == ways[Way.FORWARD] == 8
+        readers = {run.way for run in runs if any(n.startswith("p:") for n in run.reads)}
+        assert readers == {Way.FORWARD, Way.BACKWARD}
+    gathers = [[schedule.counts()["gather"] for schedule in low.schedules] for low in (apart, together)]
+    assert gathers == [[9, 12], [9, 9]]  # a leaf is freed where a second half runs before its next reader
     assert apart.communication() and apart.comm_analysis()["send"] == together.comm_analysis()["send"]
-
-
-def saved_gathers(one: Schedule, other: Schedule) -> int:
-    """Return how many gathers one schedule has less: a first segment's backward that reads no leaf."""
-    return other.counts()["gather"] - one.counts()["gather"]
 
 
 def test_a_smaller_bubble_takes_memory_as_far_as_it_is_allowed() -> None:
@@ -468,7 +468,6 @@ def test_training_equals_the_naive_loop(
         sharded.assert_same(got, expected)
 
 
-@pytest.mark.long  # test_adversary has both
 @pytest.mark.parametrize("adversary", ["late", pytest.param("early", marks=pytest.mark.long)])
 def test_clipped_training_on_ranks_that_read_early_or_late(adversary: Any) -> None:
     expected = truth("gpt", "clipped")

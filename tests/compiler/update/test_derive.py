@@ -453,7 +453,8 @@ def test_reductions_of_one_depth_stand_together():
 @pytest.mark.parametrize("shape", [(16, 32), (32, 16)])
 def test_a_matrix_is_sent_once_and_comes_back_in_the_dtype_of_its_products(shape, layout):
     """Also the norm right before the products, which needs no sum of its own, and the transposes."""
-    derived = derive_for(muon(torch.bfloat16), shape, layout, mesh := mesh_of(**TWO), torch.float32)[2]
+    mesh = mesh_of(**TWO)
+    derived = derive_for(muon(torch.bfloat16), shape, layout, mesh, torch.float32)[2]
     assert kinds(derived) == ["local", "stack", "whole", "back", "local"]
     there, back = derived.steps[1], derived.steps[3]
     assert there.dtypes == back.dtypes == (torch.bfloat16,) and there.layouts == back.layouts == (layout,)
@@ -462,10 +463,16 @@ def test_a_matrix_is_sent_once_and_comes_back_in_the_dtype_of_its_products(shape
     assert derived.flops == pytest.approx(derive_for(muon(), shape, P(), mesh)[2].flops / ranks)
 
 
-def test_matrices_that_are_whole_anyway_are_not_sent():
-    for optimizer in (muon(), soap()):
-        derived = derive_for(optimizer, (8, 6, 4), P("shard"), mesh_of(**ONE))[2]
-        assert kinds(derived) == (["local"] if optimizer.name == "muon" else kinds(derived))
+@pytest.mark.parametrize(
+    ("make", "steps"),
+    [
+        (muon, ["local"]),
+        (shampoo, ["local", "sum", "local"]),
+        (soap, ["local", "stack", "whole", "back"]),  # a torch.cond takes whole leaves
+    ],
+)
+def test_matrices_that_are_whole_anyway_are_sent_for_a_cond_alone(make, steps):
+    assert kinds(derive_for(make(), (8, 6, 4), P("shard"), mesh_of(**ONE))[2]) == steps
 
 
 def polar():
