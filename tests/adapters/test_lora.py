@@ -389,6 +389,17 @@ def test_rows_of_zeros_stay_zeros_under_dora(tmp_path: Path) -> None:
     assert torch.equal(adapters.load(tmp_path, params)[1]["w"]["g"], torch.ones(3))
 
 
+def test_a_norm_of_a_row_that_is_zero_in_the_base_is_refused(tmp_path: Path) -> None:
+    """No share of 0 is the norm that PEFT's file holds."""
+    params = {"w": torch.nn.Parameter(torch.ones(3, 3))}
+    fn, tree = fs.lora(lambda p, x: F.linear(x, p["w"]), params, rank=1, targets="w", dora=True)
+    specs = fs.match_specs(tree, [("base.*", LayoutSpec(trainable=False)), ("*", LayoutSpec())])
+    adapters.save(tree, tmp_path, fn.lora, specs)
+    padded = {"w": torch.cat([torch.ones(2, 3), torch.zeros(1, 3)])}
+    with raises(StateError, leaves="params['w']", fix="merge_and_unload", says="1 of its rows"):
+        adapters.load(tmp_path, padded)
+
+
 def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
     fn, tree, _ = add_adapters(llama().float())
     adapters.save(tree, tmp_path, fn.lora, fs.match_specs(tree, [("*", LayoutSpec())]))

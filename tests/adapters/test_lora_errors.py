@@ -202,4 +202,9 @@ def test_what_pefts_files_have_no_place_for_is_refused(tmp_path: Path) -> None:
     fn, tree, _ = add_adapters(llama().float(), train="*norm*")
     with raises(StateError, leaves="norm", fix="fs.adapters.merge"):
         adapters.save(tree, tmp_path, fn.lora, fs.match_specs(tree, [("*", LayoutSpec())]))
+    base = {name: nn.Parameter(torch.randn(4, 4)) for name in "ab"}
+    fn, tree = fs.lora(lambda p, x: F.linear(x @ p["a"], p["b"]), base, rank=2, targets="a|b", transposed="a")
+    specs = fs.match_specs(tree, [("base.*", LayoutSpec(trainable=False)), ("*", LayoutSpec())])
+    with raises(StateError, leaves="params['base']['a'] is [in, out]", fix="fs.adapters.merge"):
+        adapters.save(tree, tmp_path, fn.lora, specs)
     assert list(tmp_path.iterdir()) == []

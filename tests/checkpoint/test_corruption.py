@@ -167,6 +167,14 @@ def chunks_of_other_dims(manifest: Any) -> None:
     manifest["leaves"]["params/embed.w"]["chunks"][0]["offset"].append(0)
 
 
+def a_chunk_outside(manifest: Any) -> None:
+    manifest["leaves"]["params/embed.w"]["chunks"][1]["offset"][0] += 1
+
+
+def a_checksum_less(manifest: Any) -> None:
+    manifest["leaves"]["params/embed.w"]["chunks"][0]["crc32"].pop()
+
+
 def no_shape_of_a_tensor(manifest: Any) -> None:
     manifest["leaves"]["params/embed.w"].update(shape=[0, 1 << 62, 1 << 62], chunks=[])
 
@@ -182,6 +190,8 @@ def of_another_format(manifest: Any) -> None:
         twice_the_same_chunk,
         a_chunk_in_no_file,
         chunks_of_other_dims,
+        a_chunk_outside,
+        a_checksum_less,
         no_shape_of_a_tensor,
         of_another_format,
     ],

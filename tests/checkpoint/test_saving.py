@@ -292,6 +292,22 @@ def test_ranks_fail_together_before_and_after_the_files(ranks: Any, tmp_path: Pa
     assert messages == [["CheckpointError", "CheckpointError"], ["CheckpointError", "StateError"]]
 
 
+def at_another_step(rank: int, root: str) -> str:
+    """Let each rank save a step of its own, and return what this rank gets."""
+    step = saved.step_of("full_shard", "fp32", saved.mesh_of("full_shard", 2))
+    try:
+        checkpoint.save(f"{root}/1", saved.make_known(step, 7 + rank))
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_ranks_that_save_different_steps_are_refused(ranks: Any, tmp_path: Path) -> None:
+    for message in ranks(2).run(at_another_step, str(tmp_path), timeout=40.0):
+        assert "states of different steps: [7, 8]" in message
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_simulated_ranks_do_not_save(tmp_path: Path) -> None:
     mesh = fs.make_mesh(shard=2, simulated=True)
 

@@ -1,5 +1,5 @@
 """Optimizers on whole leaves against torch's own and their authors'; the contract over all; schedules;
-mistakes. Sharded: `test_layouts`; traced: `test_trace`."""
+mistakes. Sharded: `test_meshes`; traced: `test_update_trace`."""
 
 from __future__ import annotations
 
@@ -504,6 +504,8 @@ def test_rules_that_do_not_meet_the_leaves_are_refused():
         (lambda: adamw(1e-3, b1=1.0), ["b1=1.0", "at least 0 and below 1"]),
         (lambda: adamw(1e-3, weight_decay=-0.1), "weight_decay=-0.1"),
         (lambda: sgd(0.1, nesterov=True), ["nesterov", "a momentum"]),
+        (lambda: optim.lars(0.1, trust=0), ["lars", "trust and eps"]),
+        (lambda: optim.lars(0.1, eps=0), ["lars", "trust and eps"]),
         (lambda: clip_by_global_norm(0.0), ["clip_by_global_norm", "above 0"]),
         (lambda: clip_by_global_norm("1"), ["clip_by_global_norm", "above 0"]),
         (lambda: optim.schedule_free_adamw(0.1, b1=0.0), ["b1", "above 0"]),
