@@ -32,7 +32,7 @@ def on(ranks: Any, world: int, work: Any, *args: Any) -> list[Any]:
 
 
 def test_every_mesh_and_preset_restores_every_other(ranks: Any, tmp_path: Path) -> None:
-    """Parameters, masters, moments, buffers and frozen leaves, to the bit."""
+    """Parameters, moments, buffers and frozen leaves, to the bit."""
     for world in WORLDS:
         on(ranks, world, saved.save_all, str(tmp_path), ["fp32"], PRESETS)
     names = [f"{world}-{preset}-fp32" for world in WORLDS for preset in PRESETS]
@@ -320,6 +320,13 @@ def test_axes_of_one_dim_lie_as_the_mesh_says() -> None:
     assert all(torch.equal(got, full["w"]) for got in fs.simulate(mesh, work))
 
 
+def lies_in_a_file_of(folder: Path, leaf: torch.Tensor) -> bool:
+    """Return whether a leaf's memory is that of a file in a folder."""
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+    ranges = [[int(end, 16) for end in fields[0].split("-")] for fields in maps]
+    return any(start <= leaf.data_ptr() < end for start, end in ranges)
+
+
 @pytest.mark.parametrize("own_folder", [True, False])
 @pytest.mark.parametrize("memory", ["disk", "host", "device"])
 def test_averages_of_leaves_that_rest_on_disk(memory: str, own_folder: bool, tmp_path: Path) -> None:
@@ -334,6 +341,8 @@ def test_averages_of_leaves_that_rest_on_disk(memory: str, own_folder: bool, tmp
     def work(rank: int) -> None:
         state, _ = step(step.init(params), torch.ones(2, 5))
         average = fs.averaged(state, disk_dir=str(tmp_path) if own_folder else None)
+        on_disk = memory == "disk" and own_folder
+        assert all(lies_in_a_file_of(tmp_path, leaf) == on_disk for leaf in average.params.values())
         got, now = (fs.unshard(each.params, specs, mesh) for each in (average, state))
         for path, first in params.items():
             torch.testing.assert_close(got[path], (first + now[path]) / 2)

@@ -109,10 +109,13 @@ here = {"uid_map": os.getuid(), "gid_map": os.getgid()}
 NEW_USER, NEW_MOUNTS = 0x10000000, 0x20000
 if ctypes.CDLL(None).unshare(NEW_USER | NEW_MOUNTS):
     sys.exit(77)
-Path("/proc/self/setgroups").write_text("deny")
-for file, number in here.items():
-    Path("/proc/self", file).write_text(f"0 {number} 1")
-subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", disk], check=True)
+try:
+    Path("/proc/self/setgroups").write_text("deny")
+    for file, number in here.items():
+        Path("/proc/self", file).write_text(f"0 {number} 1")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", disk], check=True)
+except (OSError, subprocess.CalledProcessError):
+    sys.exit(77)
 for program in programs:
     if code := popen_here([sys.executable, *program.split()], os.environ).wait():
         sys.exit(code)
@@ -134,7 +137,7 @@ def run_on_small_disk(tmp_path: Path, size: str, *programs: str) -> list[str]:
     programs = tuple(program.replace("DISK", str(disk)) for program in programs)
     code = start_command([str(mounts), str(disk), size, *programs], tmp_path).wait()
     printed, errors = ((tmp_path / OUTPUT[name]).read_text() for name in ("stdout", "stderr"))
-    if code == 77 or "not permitted" in errors or "denied" in errors:
+    if code == 77:
         pytest.skip("no namespaces here")
     assert code == 0, errors[-2000:]
     return printed.splitlines()

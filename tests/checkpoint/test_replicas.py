@@ -29,7 +29,7 @@ def memory_of(root: str, rank: int, world: int, nodes: int) -> Path:
 
 
 def keep(rank: int, world: int, root: str, nodes: int, presets: Sequence[str]) -> None:
-    """Keep steps 6 and 7 of the known state, in every preset."""
+    """Save steps 5, 6 and 7 of the known state in every preset; the last two are kept."""
     for preset in presets:
         step = saved.step_of(preset, "fp32", saved.mesh_of(preset, world))
         memory = memory_of(f"{root}/{preset}", rank, world, nodes)
@@ -111,6 +111,9 @@ def test_what_is_lost_torn_or_flipped_is_not_restored(ranks: Any, tmp_path: Path
     content[-1] ^= 1
     data.write_bytes(content)
     assert restored() == {"6"}
+    content[-1] ^= 1
+    data.write_bytes(content)
+    assert restored() == {"7"}
     data.with_name("rank-00001.safetensors.json").unlink()
     assert restored() == {"6"}
     torn = before / "rank-00000.safetensors.json"

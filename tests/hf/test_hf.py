@@ -312,9 +312,6 @@ def test_what_a_module_cannot_make_is_told(tmp_path: Path) -> None:
         fs.hf.load(tmp_path, specs, model={})
 
 
-# ------------------------------------------------------------------ processes
-
-
 # ------------------------------------------------------------------ what is written beside the tensors
 def written(of: Saved, folder: Path, **options: Any) -> dict[str, Any]:
     mesh = fs.make_mesh(shard=1)

@@ -184,7 +184,7 @@ def test_what_a_step_does_not_adopt() -> None:
 
 
 def processes(rank: int, folder: str, world: int) -> int:
-    """Load and save on a group; bytes that a save of blocks of 96 MiB took besides them."""
+    """Load and save on a group; return the bytes that a save of blocks of 96 MiB took besides them."""
     into, mesh = Path(folder), fs.make_mesh(shard=world, device="cpu")
     specs = shard_weights(mesh)
     blocks = fs.hf.load(into / "in", specs, mesh)

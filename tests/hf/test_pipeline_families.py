@@ -49,7 +49,7 @@ def test_a_family_trains_on_two_stages_as_on_one_device(name: str, preset: str) 
 
 
 @pytest.mark.long  # test_pipeline_state saves models of stages
-@pytest.mark.parametrize("codec", [None, pytest.param("nf4", marks=pytest.mark.long)])
+@pytest.mark.parametrize("codec", [None, "nf4"])
 def test_files_of_two_stages_are_those_of_one_device(codec: str | None, tmp_path: Path) -> None:
     """`hf.save`, `adapters.save` and `adapters.merge`, from leaves of which each rank has some."""
     model = llama().float()

@@ -221,7 +221,8 @@ def test_leaves_that_no_rule_covers_are_refused() -> None:
 
 @pytest.mark.parametrize("rules", [{"*": LayoutSpec()}, [("*", P())], ["*"], [(0, LayoutSpec())], "*", None])
 def test_what_is_no_list_of_rules_is_refused(rules: Any) -> None:
-    with raises(SpecError, leaves=type(rules).__name__, fix='("*", LayoutSpec(', says="(glob, LayoutSpec)"):
+    given = f"these are {type(rules).__name__}"
+    with raises(SpecError, leaves=given, fix='("*", LayoutSpec(', says="(glob, LayoutSpec)"):
         fs.match_specs(leaves(), rules)
 
 

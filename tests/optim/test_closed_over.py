@@ -21,7 +21,7 @@ def loss(params: Any, x: Tensor) -> Tensor:
 
 
 def train(optimizer: Optimizer, ranks: int, steps: int = 3) -> dict[str, Tensor]:
-    """Train some steps, and return the leaf and its slots, whole."""
+    """Train some steps, and return the whole leaf of rank 0, by its name."""
     mesh = fs.make_mesh(shard=ranks, simulated=True)
     specs = fs.presets.full_shard({"w": START}, mesh)
     step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, backend="eager")

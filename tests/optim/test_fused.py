@@ -146,6 +146,8 @@ def test_gradients_are_cast_by_one_call_and_scaled_by_one(dtype: torch.dtype) ->
     assert calls.seen["aten::copy_"] == calls.seen["aten::mul_"] == 0 and calls.factors == {(dtype, dtype)}
     assert [leaf[0, 0].item() for leaf in ready] == [n / 2 for n in range(20)]
     assert prepare_gradients(ready, params) == ready
+    again = prepare_gradients(ready, params, torch.tensor(2.0, dtype=torch.float64))
+    assert again == ready and [leaf[0, 0].item() for leaf in again] == [*range(20)]
 
 
 @pytest.mark.parametrize("case", CASES)

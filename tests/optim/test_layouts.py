@@ -73,15 +73,13 @@ def test_state_goes_to_where_its_matrix_is_whole_and_back() -> None:
     and an update.
     """
     layers = {f"layers.{n}.w": (32, 32) for n in range(4)}
-    often, seldom = (lower(soap(0.1, precondition_frequency=each), layers, shard=4) for each in (1, 100))
-    lines = often.schedule.instructions
-    stacks = [often.schedule.buckets[line.bucket] for line in lines if isinstance(line, StackUpdate)]
+    lowered = lower(soap(0.1, precondition_frequency=1), layers, shard=4)
+    lines = lowered.schedule.instructions
+    stacks = [lowered.schedule.buckets[line.bucket] for line in lines if isinstance(line, StackUpdate)]
     assert {len(bucket.paths) for bucket in stacks} == {4}
     assert len([line for line in lines if isinstance(line, ComputeStack)]) == 1
     there, back = (sum(p.numel for p in bucket.pieces) for bucket in stacks)
-    assert there <= 7 * 32 * 32 and back <= 7 * 32 * 32
-    times = [each.timeline("h100").step_seconds for each in (often, seldom)]
-    assert times[0] >= times[1]
+    assert there == back == 7 * 32 * 32
 
 
 @pytest.mark.parametrize("own", [soap(0.1, max_precond_dim=6), muon(0.1)])

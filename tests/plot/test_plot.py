@@ -31,10 +31,12 @@ def size_of(path: Path) -> tuple[int, int]:
     return struct.unpack(">II", data[16:24])
 
 
-def colours_of(path: Path) -> int:
+def coloured_share(path: Path) -> float:
+    """Return which part of a picture is not grey, as text and axes are."""
     from matplotlib.image import imread
 
-    return len({tuple(pixel) for row in imread(path)[::3, ::3] for pixel in row})
+    pixels = imread(path)[..., :3]
+    return float((pixels.max(-1) - pixels.min(-1) > 0.2).mean())
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,7 @@ def test_a_picture_is_written(name: str, low: Any, tmp_path: Path) -> None:
     assert DRAW[name](low, path) == path
     width, height = size_of(path)
     assert width > 600 and height > 150
-    assert colours_of(path) > 3  # more than axes on white
+    assert coloured_share(path) > 0.01  # a legend alone has less than half of that
 
 
 def test_a_picture_is_a_vector_graphic_if_its_name_says_so(low: Any, tmp_path: Path) -> None:
@@ -126,7 +128,7 @@ def test_times_have_a_unit_that_shows_digits(seconds: float, unit: str) -> None:
     assert time_unit(seconds)[1] == unit
 
 
-def test_nothing_is_drawn_on_the_device_that_is_not_there(low: Any) -> None:
+def test_what_is_on_the_host_is_not_drawn_as_device_memory(low: Any) -> None:
     lines, series = memory_series(low)
     got = low.memory_timeline()
     assert len(lines) == len(got.moments) and {line.split()[0] for line in lines} == {
