@@ -206,7 +206,8 @@ def command(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         words = ["experiments.bench", f"hydra.run.dir={tmp_path}/out", f"case={case}", *overrides]
         done = run_command(words, tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert (tmp_path / "out" / f"{case}.txt").read_text().strip() in done.stdout
+        table = (tmp_path / "out" / f"{case}.txt").read_text().strip()
+        assert table and table in done.stdout
         return json.loads((tmp_path / "out" / f"{case}.json").read_text())
 
     return run
@@ -246,21 +247,20 @@ RUN = " ".join(
     ("case", "overrides"),
     [
         ("checkpoint", [*TINY, "steps=2"]),
-        *(pytest.param(case, overrides, marks=pytest.mark.long) for case, overrides in (
-            ("executor", ["rounds=2"]),
-            ("budget", ["rounds=1", "backend=eager"]),
-            ("memory", [*TINY, "memory=1", "plans=[full_shard,ddp,remat-bf16-host]"]),
-            ("bubble", [*TINY, "memory=0", "plans=[pipeline2-accumulate2-2x16]"]),
-            ("predict", ["ranks=1", "rounds=1", "backend=eager", "plans=[5m-full_shard]"]),
-            ("starts", ["rounds=1", f"overrides='{RUN}'"]),  # whole runs
-        )),
+        ("executor", ["rounds=2"]),
+        ("budget", ["rounds=1", "backend=eager"]),
+        ("memory", [*TINY, "memory=1", "plans=[full_shard,ddp,remat-bf16-host]"]),
+        ("bubble", [*TINY, "memory=0", "plans=[pipeline2-accumulate2-2x16]"]),
+        ("predict", ["ranks=1", "rounds=1", "backend=eager", "plans=[5m-full_shard]"]),
+        ("starts", ["rounds=1", f"overrides='{RUN}'"]),  # whole runs
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
+)
 def test_a_case_measures_something(case, overrides, command):
     rows = command(case, *overrides)["rows"]
     assert len(rows) > 1
-    assert all(float(cell) > 0 for row in rows[1:] for cell in row[1:] if re.fullmatch(r"[\d.]+", cell))
+    numbers = [float(cell) for row in rows[1:] for cell in row[1:] if re.fullmatch(r"[\d.]+", cell)]
+    assert numbers and min(numbers) > 0
 
 
 def test_starts_of_two_checkouts_take_turns(tmp_path, monkeypatch):

@@ -184,6 +184,10 @@ def test_right_command_lines_are_taken(tmp_path):
         "hydra.run.dir=there run.steps=2 run.steps=3 +hydra.job.env_set.LEVEL=3",
     ):
         assert validate(TRAIN.command, split(line)) is not None, line
+    line = "run.prompt=5 strategy.remat=0.5 run.steps='2' run.steps=3 run.async_save=yes"
+    found = validate(TRAIN.command, split(line))
+    assert (found.run.prompt, found.strategy.remat) == ("5", 0.5)
+    assert (found.run.steps, found.run.async_save) == (3, True)
     assert validate(TRAIN.command, ["--multirun", "run.seed=range(3)", "strategy=zero1,zero2"]) is None
     assert validate(TRAIN.command, ["--multirun", "strategy=glob(zero*)"]) is None
     assert validate(TRAIN.command, ["--cfg", "job", "run.steps=0"]) is None  # it is to be looked at
@@ -269,19 +273,32 @@ def test_from_a_shell_a_mistake_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])
-def test_under_torchrun_a_mistake_is_one_line_of_the_first_rank(monkeypatch, tmp_path, capfd, local_rank):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run.stpes=5"], "error: run.stpes=5: no such key. Did you mean run.steps?"),
+        (
+            ["--multirun", "run.steps=1,2"],
+            "error: under torchrun only key=value arguments are taken, not --multirun.",
+        ),
+    ],
+    ids=["a key", "a flag"],
+)
+def test_under_torchrun_a_mistake_is_one_line_and_other_ranks_wait_before_theirs(
+    monkeypatch, tmp_path, capfd, words, message, local_rank
+):
     """torchrun shows no traceback of ours for a rank that ends so."""
     waited = []
     for name, value in {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    monkeypatch.setattr(sys, "argv", ["train", "run.stpes=5"])
+    monkeypatch.setattr(sys, "argv", ["train", *words])
     monkeypatch.setattr(jobs.time, "sleep", waited.append)
     with pytest.raises(SystemExit, match=r"^2$"):
         main(TRAIN)
     assert len(waited) == local_rank and list(tmp_path.iterdir()) == []
     shown = capfd.readouterr().err.splitlines()
-    assert len(shown) == 1 and shown[0].startswith("error: run.stpes=5: no such key. Did you mean run.steps?")
+    assert len(shown) == 1 and shown[0].startswith(message)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,13 @@ from runs import run_in, validate
 
 from experiments import train
 from experiments.bench.command import COMMAND as BENCH
+from experiments.evaluate.config import COMMAND as EVALUATE
+from experiments.explain.config import COMMAND as EXPLAIN
 from experiments.finetune import COMMAND as FINETUNE
 from experiments.lib.compose import CONF, Command, help_of
 from experiments.lib.folder import read_result
 from experiments.lib.launch import fit_to_machine, main
+from experiments.plan.config import COMMAND as PLAN
 from experiments.tokenize.config import COMMAND as TOKENIZE
 from experiments.tokenize.config import TokenizeConfig
 from experiments.tokenize.job import tokenize
@@ -26,35 +29,17 @@ from experiments.train import COMMAND as TRAIN
 from experiments.train import JOB
 from fnshard.launcher.rank import Stop
 
-SPECS = (TRAIN, FINETUNE, BENCH, TOKENIZE)
+SPECS = (TRAIN, FINETUNE, BENCH, TOKENIZE, EVALUATE, EXPLAIN, PLAN)
 SMALL = (
     "model.width=16", "model.layers=1", "model.heads=2", "model.kv_heads=1", "model.context=32",
     "data.rows=4", "data.held_out_rows=4", "run.steps=2",
     "run.held_out_every=2", "run.sample_tokens=1", "run.backend=eager",
     "run.device=cpu", "mesh.shard=1", "mesh.replicate=1", "run.save_every=0",
 )  # fmt: skip
-# Much like one that is run here, or in test_finetune.
-LONG = {
-    "planned",
-    "laptop",
-    "hybrid",
-    "small_memory",
-    "ddp",
-    "fsdp2",
-    "zero1",
-    "sft_full",
-    "sft_lora",
-    "qlora4",
-    "dpo",
-}
 
 
 def recipes(form: Command) -> list[str]:
     return sorted(path.stem for path in (form.conf / "experiment").glob("*.yaml"))
-
-
-def some(form: Command) -> list:
-    return [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in recipes(form)]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +51,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", some(TRAIN))
+@pytest.mark.parametrize("name", recipes(TRAIN))
 def test_a_recipe_trains_for_two_steps(name, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if name == "shards":  # at the place that the recipe names

@@ -97,6 +97,8 @@ def test_the_format_follows_from_the_two(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "again.pt", weights_only=True).keys() == params().keys()
     run(tmp_path / "here", tmp_path / "titan", "layout=torchtitan")
     assert read_dcp(tmp_path / "titan").params.keys() == params().keys()
+    written = dcp.FileSystemReader(tmp_path / "titan").read_metadata().state_dict_metadata
+    assert written.keys() == params().keys()  # not "model.up.w", as FSDP2 has them
 
 
 def test_a_dcp_folder_gets_the_group_that_its_readers_ask_for(tmp_path: Path, capsys: Any) -> None:
@@ -133,8 +135,8 @@ def test_torch_reads_the_file_that_is_written(tmp_path: Path) -> None:
     assert own["step"] == STEP and torch.equal(own["exp_avg"], moments()["up.w"]["exp_avg"])
 
 
-def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: Any) -> None:
-    """Whatever is written, a tensor is gone before the next one is read."""
+def test_one_tensor_at_a_time_is_read(tmp_path: Path, monkeypatch: Any) -> None:
+    """Whatever is written, two tensors at most are in memory: the one at hand and the one before it."""
     many = {f"layers.{n}.w": torch.randn(64, 64) for n in range(8)}
     alive, most, read = [0], [0], Pieces.__getitem__
 
@@ -154,7 +156,7 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: Any) -> 
     for to in WRITTEN:
         most[0] = 0
         run(tmp_path / "zero", tmp_path / to / WRITTEN[to], f"to={to}")
-        assert most[0] <= 2, to
+        assert 1 <= most[0] <= 2, to
 
 
 def test_names_by_a_model(tmp_path: Path) -> None:
@@ -212,7 +214,7 @@ def test_mistakes(tmp_path: Path) -> None:
         assert not (tmp_path / "b" / target).exists() and not marker.exists()
 
 
-def test_a_missing_shard_leaves_nothing(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_short_leaves_nothing(tmp_path: Path) -> None:
     write_zero(tmp_path / "zero", 3, 2, [params()], moments(), STEP)
     run(tmp_path / "zero", tmp_path / "dcp", "to=dcp")
     (file,) = (tmp_path / "dcp").glob("*.distcp")

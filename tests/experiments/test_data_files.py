@@ -6,6 +6,7 @@ import gzip
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -281,8 +282,11 @@ LARGE = {  # whose beginning alone says little
 @pytest.mark.parametrize("name", LARGE)
 def test_what_may_be_records_is_read_line_by_line(tmp_path, monkeypatch, name):
     (tmp_path / "x.jsonl").write_text(LARGE[name])
-    monkeypatch.setattr(Path, "read_text", None)  # nor is any of it read whole
-    rows.readable(tmp_path / "x.jsonl")
+    for whole in ("read_text", "read_bytes"):  # nor is a file of lines read whole
+        monkeypatch.setattr(Path, whole, None)
+    found = list(rows._read_json_records(str(rows.readable(tmp_path / "x.jsonl"))))
+    several = {"a long line first": 61, "a list": 20_000, "separators of lines in texts": 2}
+    assert len(found) == several.get(name, 1)
 
 
 OF_A_KIND = {
@@ -403,12 +407,21 @@ def test_the_second_call_finds_what_the_first_made(prepared_from, monkeypatch, d
 
 
 def test_several_processes_make_the_same(prepared_from, monkeypatch):
+    datasets = pytest.importorskip("datasets")
     content = [{"text": f"{n}" * (n % 7 + 1)} for n in range(40)]
     one = prepared_from(content)
     monkeypatch.setattr(rows, "ROWS_A_PROCESS", 10)
+    monkeypatch.setattr(rows.os, "sched_getaffinity", lambda _: {0, 1})
+    asked, real = [], datasets.Dataset.map
+
+    def count(self: Any, *args: Any, **how: Any) -> Any:
+        asked.append(how["num_proc"])
+        return real(self, *args, **how)
+
+    monkeypatch.setattr(datasets.Dataset, "map", count)
     two = prepared_from([*content, {"text": "x"}])
     both = [[bytes(data.sample(n)[0]) for n in range(40)] for data in (one, two)]
-    assert both[0] == both[1] and two.samples == 41
+    assert both[0] == both[1] and two.samples == 41 and 2 in asked
 
 
 def test_without_datasets_the_extra_is_named(prepared_from, monkeypatch):

@@ -77,7 +77,7 @@ def test_it_learns_and_two_ranks_are_one_process(module: Any, steps: int, by: fl
 
 
 @pytest.mark.parametrize(
-    "module", [dino, ensemble_vmap, gpt, gradient_penalty_gan, maml, mlp, moe, pinn, vit]
+    "module", [dino, ensemble_vmap, gpt, gradient_penalty_gan, maml, mlp, moe, pinn, second_try, vit]
 )
 def test_an_example_is_one_page(module: Any) -> None:
     assert len(inspect.getsource(module).splitlines()) < 100

@@ -1,4 +1,4 @@
-"""Mixtures of experts without an axis: gradients, adapters, codes, files, runs."""
+"""Mixtures of experts, on one rank and over an axis: gradients, adapters, codes, files, balance, runs."""
 
 from __future__ import annotations
 
@@ -211,10 +211,10 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "chosen",
     [
         ("method=qlora4", "method.targets=all-linear|experts", "export=merged"),
-        pytest.param(("method=lora", "method.targets=all-linear|experts"), marks=pytest.mark.long),
-        pytest.param(("method=qlora4", "objective=dpo", "export=merged"), marks=pytest.mark.long),
-        pytest.param(("method=full",), marks=pytest.mark.long),
-        pytest.param(("method=full", "objective=dpo"), marks=pytest.mark.long),
+        ("method=lora", "method.targets=all-linear|experts"),
+        ("method=qlora4", "objective=dpo", "export=merged"),
+        ("method=full",),
+        ("method=full", "objective=dpo"),
     ],
     ids=" ".join,
 )

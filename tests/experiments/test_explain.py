@@ -150,7 +150,8 @@ def test_recipes_of_train_are_explained_and_what_has_no_effect_is_said() -> None
 def test_a_run_leaves_text_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of("mesh.shard=4")
     write_explanation(config, tmp_path / "run")
-    assert (tmp_path / "run" / "explain.txt").read_text(encoding="utf-8") in capsys.readouterr().out
+    text = (tmp_path / "run" / "explain.txt").read_text(encoding="utf-8")
+    assert text.strip() and text in capsys.readouterr().out
     assert (tmp_path / "run" / "memory.svg").read_text().startswith("<?xml")
     assert (tmp_path / "run" / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert "update" in (tmp_path / "run" / "schedule.txt").read_text()

@@ -48,10 +48,10 @@ transformers = pytest.importorskip("transformers")
     [
         ("lora", "sft"),
         ("qlora4", "dpo"),
-        pytest.param("full", "sft", marks=pytest.mark.long),
-        pytest.param("lora", "simpo", marks=pytest.mark.long),
-        pytest.param("qlora8", "sft", marks=pytest.mark.long),
-        pytest.param("full", "dpo", marks=pytest.mark.long),
+        ("full", "sft"),
+        ("lora", "simpo"),
+        ("qlora8", "sft"),
+        ("full", "dpo"),
     ],
 )
 def test_a_run_leaves_what_it_promises(model, data, tmp_path, capfd, method, objective):
@@ -163,7 +163,7 @@ def test_noise_rates_and_scales_change_what_is_trained_and_not_what_is_measured(
 
 @pytest.mark.long
 def test_what_is_in_the_way_is_kept(model, data, tmp_path, capfd):
-    """A folder with the export's name, which may be the base, is kept, and so are another run's answers.
+    """A folder with the export's name, which may be the base, is kept; another run's answers count as none.
 
     There are few pairs, one of them held out, no samples, and a run that goes on from another's checkpoint.
     """

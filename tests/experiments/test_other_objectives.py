@@ -141,10 +141,10 @@ def test_an_embedding_is_nearest_to_its_twin_of_all_rows(model, files, tmp_path)
 # ------------------------------------------------------------------ runs, and what they leave
 
 
-def last_states(folder: Path, kind: str, text: str) -> tuple[Any, Any]:
+def open_and_run(folder: Path, kind: str, text: str) -> tuple[Any, Any]:
     model = getattr(transformers, kind).from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    return model, model(**{"input_ids": tokenizer(text, return_tensors="pt")["input_ids"]})
+    return model, model(input_ids=tokenizer(text, return_tensors="pt")["input_ids"])
 
 
 @pytest.mark.long  # a whole story of three commands
@@ -158,7 +158,7 @@ def test_a_reward_model_is_tuned_opened_and_rewards(model, files, tmp_path, monk
     rows = [{"prompt": "3+4=", "response": ""}] * 2
     good, bad = own.reward(["3+4="] * 2, ["7", "x"], rows)
     assert good > bad
-    _, out = last_states(folder / EXPORTED, "AutoModelForSequenceClassification", "3+4=7")
+    _, out = open_and_run(folder / EXPORTED, "AutoModelForSequenceClassification", "3+4=7")
     assert float(out.logits) == pytest.approx(good, abs=1e-6)
     # Answers are rewarded by it.
     more = (f"objective.reward={folder / EXPORTED}", "objective.group=2", "objective.tokens=2", "run.steps=1",
@@ -180,7 +180,7 @@ def test_a_classifier_is_tuned_and_opened(model, files, tmp_path, level, method)
     result, before = read_result(folder), json.loads((folder / finetune.BEFORE).read_text())
     assert result["held_out_loss"] < before["held_out_loss"] and result["held_out_accuracy"] > 0.6
     kind = "AutoModelForSequenceClassification" if level == "sequence" else "AutoModelForTokenClassification"
-    opened, out = last_states(folder / EXPORTED, kind, "012" if level == "sequence" else "12 xx")
+    opened, out = open_and_run(folder / EXPORTED, kind, "012" if level == "sequence" else "12 xx")
     names = ["even", "odd"] if level == "sequence" else ["number", "word"]
     assert opened.config.id2label == dict(enumerate(names))
     if level == "token":
@@ -195,7 +195,7 @@ def test_embeddings_are_tuned_and_opened(model, files, tmp_path):
     tune_on_rank(0, config, folder)
     result, before = read_result(folder), json.loads((folder / finetune.BEFORE).read_text())
     assert result["held_out_loss"] < before["held_out_loss"]
-    opened, out = last_states(folder / EXPORTED, "AutoModel", "03 q")
+    opened, out = open_and_run(folder / EXPORTED, "AutoModel", "03 q")
     assert type(opened).__name__ == "LlamaModel" and out.last_hidden_state.shape[-1] == 16
 
 
@@ -261,7 +261,7 @@ def test_classes_that_do_not_occur_are_refused(model, files, tmp_path):
     with raises(ConfigError, leaves=["labels:2", "'odd'"], says="even, prime"):
         config_of(model, files, tmp_path, *how, "objective.classes=[even,prime]")
     one = {"labels": write(tmp_path / "one", [{"text": "a", "label": "x"}, {"text": "b", "label": "x"}])}
-    with raises(ConfigError, leaves="one", fix="'text' and 'label'", says="1 classes: x"):
+    with raises(ConfigError, leaves=str(one["labels"]), fix="'text' and 'label'", says="1 classes: x"):
         config_of(model, one, tmp_path, *how)
     with raises(ConfigError, leaves="labels:1", says="objective.level=sequence"):
         config_of(model, files, tmp_path, *how, "objective.level=token")
