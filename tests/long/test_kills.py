@@ -71,7 +71,7 @@ def test_nothing_is_lost(name: str, model: Path, data: dict[str, Path], tmp_path
     assert campaign.problems == []
     assert len(campaign.done) == KILLS
     if more is REPLICAS:
-        assert max(campaign.made_again, default=0) <= 1
+        assert (campaign.made_again or KILLS < 3) and max(campaign.made_again, default=0) <= 1
 
 
 def given(variant: Variant, folder: Path, model: Path, data: dict[str, Path]) -> list[str]:

@@ -13,6 +13,7 @@ import pytest
 import reference
 import sharded
 import torch
+import torch.distributed as dist
 from models import Model, gpt
 
 import fnshard as fs
@@ -166,6 +167,8 @@ def fail_in_a_step(rank: int, transport: str, how: str) -> tuple[str, float]:
         timeout = 20.0 if how == "dies" else 2.0
         specs = sharded.specs_of(of, "full_shard", mesh)
         step = sharded.make_step(mesh, of, specs, clipped_sgd(), accumulate=2, timeout=timeout)
+        step.lower(of.params, *of.batch(0))  # a rank that lowers for longer than the timeout is no hang
+        dist.barrier()
         state, _ = step(step.init(of.params), *of.batch(0))
         step._runner.rank.calls = 2  # rows are compared at the fourth call next; the schedule is to fail
         if rank == 1 and how == "dies":

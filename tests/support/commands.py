@@ -202,8 +202,10 @@ def _become(
         GlobalHydra.instance().clear()
         local.subprocess = forking(popen_here)
         for name, value in (patches or {}).items():
-            module, _, constant = name.rpartition(".")
-            setattr(importlib.import_module(module), constant, value)
+            path, _, constant = name.rpartition(".")
+            module = importlib.import_module(path)
+            getattr(module, constant)  # a constant that is gone would be made, and nobody would read it
+            setattr(module, constant, value)
         _run_python(arguments)
         code = 0
     except SystemExit as ended:

@@ -151,8 +151,9 @@ def payloads(marker: Path) -> dict[str, bytes]:
 def copy_pristine(pristine: Path, folder: Path) -> Path:
     """Make a fresh copy to be ruined."""
     for left in (folder, *folder.parent.glob("outside-*")):
-        shutil.rmtree(left, ignore_errors=True) if left.is_dir() and not left.is_symlink() else left.unlink(
-            True
-        )
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
     shutil.copytree(pristine, folder)
     return folder

@@ -71,7 +71,7 @@ def function(forward: Fn, backward: Fn, options: str = "") -> Fn:
 
 @torch.library.custom_op("fnshard_fuzz::scaled_square", mutates_args=())
 def scaled_square(x: Tensor, scale: float) -> Tensor:
-    """Compute an operator whose derivative is not that of what it computes."""
+    """Compute a square by an operator whose derivative is another one's."""
     return x.square() * scale
 
 

@@ -40,8 +40,8 @@ def files_of(folder: Path) -> list[str]:
 
 
 def damages(folder: Path, flips: int = FLIPS, cuts: int = CUTS, seed: int = 0) -> Iterator[Damage]:
-    """Draw bits and lengths, half by file and half by byte; then for each file: gone, empty, with more at its
-    end; and pairs of files with each other's content."""
+    """Draw bits and lengths, half by file and half by byte; then for each file: gone, with more at its end,
+    noise; and pairs of files with each other's content."""
     rng = random.Random(seed)
     sizes = {name: (folder / name).stat().st_size for name in files_of(folder)}
     sizes = {name: size for name, size in sizes.items() if size}

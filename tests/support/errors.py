@@ -38,6 +38,7 @@ def raises(kind: Kind, *, leaves: Words = (), fix: Words = (), says: Words = ())
     several = {
         name: [w] if isinstance(w, str) else [*w] for name, w in zip(PARTS, (leaves, fix, says), strict=True)
     }
+    assert all(all(words) for words in several.values()), "an empty word, which every message has"
     return Expected(pytest.raises(kind), several)
 
 

@@ -626,7 +626,7 @@ WRITTEN = (
 
 
 def past(g: Any, template: str) -> str:
-    """A write that autograd does not see, to a value `{a}` or a view `{v}` of it, of another `{w}` that has one element."""
+    """Write what autograd does not see: a change of a value `{a}` or a view `{v}` of it, of another `{w}` that has one element."""
     a = g.act(1)
     view = g.pick(VIEWED).format(s=g.slice())
     write = g.pick(WRITTEN).format(n=g.num(), w=f"{g.f()}.detach().mean()", m=f"{a}.detach(){view} > 0.1")

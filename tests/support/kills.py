@@ -413,7 +413,8 @@ def unlike(unbroken: Path, broken: Path, equal: Sequence[str]) -> list[str]:
     """Return in what two finished runs differ that should be equal."""
     names = [{path.name for path in run.iterdir()} for run in (unbroken, broken)]
     wrong = [*differences(unbroken, broken), *(f"{name} is missing" for name in sorted(names[0] - names[1]))]
-    files = [name for name in equal if (broken / name).exists()]
+    wrong += [f"{name} was not made" for name in equal if name not in names[0]]
+    files = [name for name in equal if name in names[0] & names[1]]
     return wrong + [
         f"{name} differs" for name in files if (unbroken / name).read_bytes() != (broken / name).read_bytes()
     ]

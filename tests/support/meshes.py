@@ -214,6 +214,7 @@ def whole_parts(state: fs.TrainState) -> dict[str, Tensor]:
             continue
         out[name] = torch.full(leaf.shape, torch.nan, dtype=F64)
         for start, part in leaf.parts(mesh):
+            assert not part.isnan().any(), f"{name}: NaN"
             where = tuple(slice(at, at + n) for at, n in zip(start, part.shape, strict=True))
             out[name][where] = part.double()
     return out
@@ -244,11 +245,11 @@ def put_together(parts: Sequence[Mapping[str, Tensor]]) -> Result:
 
 
 def assert_same(got: Result, expected: Result, atol: float = 1e-10) -> None:
-    """Compare all parameters and all slots; vectors of a basis may point to either side."""
+    """Compare all parameters and all slots; vectors of a basis, and `mu` in it, may point to either side."""
     want, have = (
         {f"params/{p}": v for p, v in result.params.items()}
         | {
-            f"{p}/{n}": v.abs() if "left_basis" in own else v
+            f"{p}/{n}": v.abs() if "left_basis" in own and (n == "mu" or n.endswith("_basis")) else v
             for p, own in result.slots.items() for n, v in own.items()
         }
         for result in (expected, got)

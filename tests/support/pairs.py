@@ -55,7 +55,7 @@ def cover_pairs(
                 count = sum(pair in open_pairs for pair in pairs_of(names, chosen))
                 if best is None or count > best[0]:
                     best = count, chosen
-        if best is None:  # no row has this pair
+        if best is None:  # none of the completions that were tried has it
             del open_pairs[next(iter(open_pairs))]
             continue
         for pair in pairs_of(names, best[1]):

@@ -78,7 +78,7 @@ class Pool:
 
         Args:
             timeout: seconds for all of it; then the pool is killed and the test fails.
-            lost: ranks that are meant to die in it; their result is None.
+            lost: ranks that are meant to die in it, not to raise; the result of one that died is None.
 
         Raises:
             RankError: with the traceback of every rank that raised, named by rank.
@@ -94,7 +94,10 @@ class Pool:
         except BaseException:  # the test's time is up: what ranks answer later is no answer to the next one
             self.kill()
             raise
-        failures = {r: text for r, (kind, text) in replies.items() if kind != "ok" and r not in lost}
+        failures = {
+            r: text for r, (kind, text) in replies.items()
+            if kind == "raised" or (kind != "ok" and r not in lost)
+        }  # fmt: skip
         if lost or len(replies) < self.world or (failures and not self._agreed(replies)):
             self.kill()
         if failures:

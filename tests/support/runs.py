@@ -177,7 +177,7 @@ def leave_checkpoint(folder: Path, number: int = 4) -> None:
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Read the rows of a run's metrics, without a torn last line."""
+    """Read the rows of a run's metrics, up to the first line that is torn."""
     rows = []
     for line in (folder / METRICS).read_text(encoding="utf-8").splitlines():
         try:
@@ -205,6 +205,7 @@ def differences(unbroken: Path, broken: Path) -> list[str]:
         wrong.append(f"results differ: {results[0]} and {results[1]}")
     saved = [fs.checkpoint.latest(f / CHECKPOINTS) for f in (unbroken, broken)]
     a, b = (fs.checkpoint.verify(path) for path in saved)
-    wrong += [f"{name} differs" for name in a.leaves if a.leaves[name] != b.leaves.get(name)]
+    names = sorted(a.leaves.keys() | b.leaves.keys())
+    wrong += [f"{name} differs" for name in names if a.leaves.get(name) != b.leaves.get(name)]
     wrong += [f"{name} differs" for name in ("step", "seed", "data") if getattr(a, name) != getattr(b, name)]
     return wrong

@@ -185,7 +185,8 @@ _seen: list[tuple[str, Any]] | None = None
 
 def _hook(event: str, args: tuple[Any, ...]) -> None:
     if _seen is not None and event.startswith(_EVENTS):
-        _seen.append((event, args[0] if args else None))
+        is_written = event == "open" and bool(args[2] & (os.O_WRONLY | os.O_RDWR))
+        _seen.append(("open to write" if is_written else event, args[0] if args else None))
 
 
 @functools.cache

@@ -9,11 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from types import CodeType, FunctionType, MethodType
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -29,13 +27,6 @@ def share_updates() -> None:
     shared = functools.cached_property(_find_traces)
     shared.__set_name__(Optimizer, "traces")
     Optimizer.traces = shared
-
-
-@contextmanager
-def no_shared_updates() -> Iterator[None]:
-    """Share nothing with optimizers outside a block of code, which changes how updates are derived."""
-    with mock.patch.dict(_known, clear=True):
-        yield
 
 
 def _find_traces(optimizer: Optimizer) -> dict[Hashable, Any]:

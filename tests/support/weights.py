@@ -73,7 +73,7 @@ MESHES = [{"shard": 1}, {"shard": 2}, {"shard": 4}, {"outer": 2, "shard": 2}, {"
 
 @pytest.fixture
 def nothing_is_left_open() -> Iterator[None]:
-    """Check that every test gives its file descriptors back."""
+    """Check that every test closes the files of weights that it opened."""
     before = set(os.listdir("/proc/self/fd"))
     yield
     left = {

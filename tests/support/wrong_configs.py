@@ -38,7 +38,7 @@ def error_of(tmp_path, monkeypatch, capfd):
 
 
 def recipe_of(folder: Path, text: str) -> str:
-    """Write the recipe `experiment=mine`; the value of --config-dir that finds it."""
+    """Write the recipe `experiment=mine`, and return the value of --config-dir that finds it."""
     path = folder / "more" / "experiment" / "mine.yaml"
     path.parent.mkdir(parents=True)
     path.write_text(f"# @package _global_\n{text}")
