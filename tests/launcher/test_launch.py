@@ -349,7 +349,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize(("how", "count"), [("launch", 50), ("torchrun", 10)])
 def test_every_restart_is_within_ten_seconds_beyond_imports(how, count, tmp_path):
     seconds = []
@@ -390,7 +390,7 @@ def test_a_failure_shows_frames_of_the_program_alone(kind: str, name: str, tmp_p
     with raises(LaunchError, says=name) as error:
         fs.launch(failing, ranks=1, args=(kind,), logs=tmp_path)
     files = re.findall(r'File "(.*?)"', str(error.value))
-    assert __file__ in files and not any("fnshard/fnshard" in f or "/launcher/rank" in f for f in files)
+    assert __file__ in files and not any("/launcher/rank" in f for f in files)
     library = str(Path(fs.__file__).parent)
     assert not any(f.startswith(library) or "elastic" in f for f in files)
     assert library in (tmp_path / "rank0.log").read_text()  # which has them all

@@ -25,12 +25,12 @@ def main():
         HANGS
     dist.all_reduce(torch.ones(1))
 """
-SILENT_s = 3.0  # ranks meet within it, too
+SILENT_S = 3.0  # ranks meet within it, too
 STANDS_STILL = WAITS.replace("HANGS", "os.kill(os.getpid(), signal.SIGSTOP)")
 
 
 def test_a_stopped_rank_is_a_death_like_any_other(tmp_path, capfd):
-    run(tmp_path, STANDS_STILL, timeout_s=SILENT_s, max_restarts=1)
+    run(tmp_path, STANDS_STILL, timeout_s=SILENT_S, max_restarts=1)
     assert {p.name for p in tmp_path.glob("[01]-*")} == {"0-0", "0-1", "1-0", "1-1"}
     assert "restart 1 of 1: rank 1 of 2 stood still (SIGSTOP)" in capfd.readouterr().err
 
@@ -71,7 +71,7 @@ def test_who_calls_what_alone_is_named(steps, alone, seconds, says, tmp_path):
 
 def test_a_silent_rank_is_named(tmp_path):
     with raises(LaunchError, leaves=["rank 0 of 2", "rank 1 (log: "]):
-        run(tmp_path, WAITS.replace("HANGS", "time.sleep(600)"), timeout_s=SILENT_s)
+        run(tmp_path, WAITS.replace("HANGS", "time.sleep(600)"), timeout_s=SILENT_S)
 
 
 # ------------------------------------------------------------------ signals

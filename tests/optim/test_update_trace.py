@@ -255,3 +255,11 @@ def test_what_is_no_update_is_refused(kind: str) -> None:
         trace(optimizer, "a.w", param, optimizer.init("a.w", param))
     text = str(error.value)
     assert "params['a.w']" in text and "Fix:" in text and len(text) < 800
+
+
+def test_a_step_refuses_an_optimizer_that_looks_at_values_before_it_has_any() -> None:
+    fickle = own(lambda g, s, p, step: (g if float(g.sum()) > 0 else -g, {}))
+    mesh, params = fs.make_mesh(shard=2, abstract=True), {"w": torch.ones(3, 2)}
+    specs = fs.presets.full_shard(params, mesh)
+    with raises(OptimizerError, leaves=["own()", "params['w']"], fix="torch.where"):
+        fs.shard_step(lambda p, x: (p["w"] * x).sum(), specs, mesh=mesh, optimizer=fickle)

@@ -115,9 +115,14 @@ def test_a_cpu_rank_leaves_without_a_call_of_the_driver(gpus, monkeypatch, devic
 
 def test_nccls_communicators_go_before_kernels_and_give_up_in_time(monkeypatch):
     made: list[dict[str, Any]] = []
+
+    def new(*_, **how):
+        made.append(how)
+        return None, []
+
     nccl = SimpleNamespace(Options=SimpleNamespace)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
-    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", lambda *_, **how: (made.append(how), [])[::-1])
+    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", new)
     monkeypatch.setattr(base, "peers", Mock(return_value=Mock(counts={})))
     group = Group(CUDA, timeout=10.0)
     group.group(("shard",), "gather")
@@ -258,7 +263,9 @@ def test_a_deterministic_step_is_so_where_it_is_traced_compiled_and_run(monkeypa
         backend="eager", deterministic=True,
     )  # fmt: skip
     fs.simulate(mesh, lambda rank: step(step.init(params), torch.ones(2, 4)))
-    assert all(seen["trace"] + seen["compile"] + seen["run"][-2:]) and seen["run"][0] is False, seen
+    for noted in (seen["trace"], seen["compile"], seen["run"][-2:]):
+        assert noted and all(noted), seen
+    assert seen["run"][0] is False, seen
     assert not torch.are_deterministic_algorithms_enabled()
     with raises(SpecError, leaves="deterministic='yes'", says="True, False"):
         fs.shard_step(loss, step.specs, mesh=mesh, deterministic="yes")

@@ -46,7 +46,9 @@ def make(mesh, leaves, dtype=torch.float64):
 def test_gathered_blocks_are_the_full_leaves(case):
     mesh, leaves = case
     full, specs = make(mesh, leaves)
-    for bucket in make_buckets(specs, mesh, lambda s: s.storage, lambda s: s.storage_dtype, "gather"):
+    buckets = make_buckets(specs, mesh, lambda s: s.storage, lambda s: s.storage_dtype, "gather")
+    assert sorted(path for bucket in buckets for path in bucket.paths) == sorted(specs)
+    for bucket in buckets:
         rank = mesh.size - 1
         rows = []
         for other in mesh.group_ranks(bucket.axes, rank):
@@ -67,7 +69,9 @@ def test_summed_rows_are_the_blocks_of_the_summed_gradients(case, transposed):
     full, specs = make(mesh, leaves)
     if transposed:  # gradients come in any strides
         full = {p: f.t().contiguous().t() if f.dim() == 2 else f for p, f in full.items()}
-    for bucket in make_buckets(specs, mesh, lambda s: s.gradient, lambda s: s.reduce_dtype, "reduce"):
+    buckets = make_buckets(specs, mesh, lambda s: s.gradient, lambda s: s.reduce_dtype, "reduce")
+    assert sorted(path for bucket in buckets for path in bucket.paths) == sorted(specs)
+    for bucket in buckets:
         packer = Packer(bucket, mesh, 0)
         missing = bucket.paths[0] if len(bucket.paths) > 1 else None
         given_leaves = {p: full[p] for p in bucket.paths if p != missing}

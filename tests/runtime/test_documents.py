@@ -96,10 +96,9 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
     "axes7-*": "no window",
     "axes8-*": "another way to exchange",
 })  # fmt: skip
-@pytest.mark.parametrize(("axes", "how", "window"), [
-    pytest.param(*layout, window, marks=[pytest.mark.long] * ((i + j) % 2))
-    for i, layout in enumerate(LAYOUTS) for j, window in enumerate((3, None))
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("axes", "how", "window"), [(*layout, window) for layout in LAYOUTS for window in (3, None)]
+)
 def test_axes(axes: dict[str, int], how: dict[str, Any], window: int | None) -> None:
     mesh = fs.make_mesh(**{"shard": 1, **axes}, simulated=True)
     rules = [("a.w", fs.LayoutSpec(fs.P("shard"))), ("b.w", fs.LayoutSpec(fs.P("shard")))]

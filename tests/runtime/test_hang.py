@@ -6,6 +6,7 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import sharded
@@ -58,7 +59,7 @@ def waits_for_nobody(rank: int, preset: str, transport: str) -> tuple[str, float
     [
         ("full_shard", "auto"),
         ("full_shard", "p2p"),
-        pytest.param("no_shard", "native", marks=pytest.mark.long),
+        ("no_shard", "native"),
     ],
 )
 def test_it_names_the_instruction_the_unit_and_the_rank(ranks: Any, preset: str, transport: str) -> None:
@@ -82,13 +83,11 @@ def ask_to_end(rank: int) -> str:
             pass
         time.sleep(3)
         return ""
-    here.asked, deadlock.STOP_S = lambda: True, 1.0
-    try:
-        here.exchange("second", b"", 60)
-    except fs.CollectiveError as error:
-        return f"{time.monotonic() > at_work} {error}"
-    finally:
-        here.asked, deadlock.STOP_S = lambda: False, 5.0
+    with mock.patch.object(here, "asked", lambda: True), mock.patch.object(deadlock, "STOP_S", 1.0):
+        try:
+            here.exchange("second", b"", 60)
+        except fs.CollectiveError as error:
+            return f"{time.monotonic() > at_work} {error}"
     return "no error"
 
 
@@ -105,7 +104,7 @@ def test_a_message_longer_than_a_store_takes_at_once_comes_whole_and_nothing_of_
         for sent in ([bytes(9 << 20), b"a\nb"], [b"", b"short"]):
             exchanged = pool.map(lambda p, data: p.exchange("save", data, 60.0, call="save"), both, sent)
             assert list(exchanged) == [sent, sent]
-    assert here.num_keys() == 2 * len(["process", "the last message"])
+    assert here.num_keys() == 2 * 2  # of each rank its process, and its last message
 
 
 @pytest.mark.parametrize("of", [None, (0,)])

@@ -26,8 +26,13 @@ from fnshard.step import runner
 # ------------------------------------------------------------------ the worker
 def with_worker(kind: type[Transfers], worker: type[Worker] = Worker) -> type[Transfers]:
     """Return transfers that have a worker on a CPU, too."""
-    return type("WithWorker", (kind,), {"__post_init__": lambda self: (
-        super(type(self), self).__post_init__(), setattr(self, "worker", worker(self.device)))})  # fmt: skip
+
+    class WithWorker(kind):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.worker = worker(self.device)
+
+    return WithWorker
 
 
 @pytest.mark.parametrize(
@@ -71,7 +76,13 @@ def train_by_hand(
 
     def bind_watched(self: Updater, paths: Any, number: int) -> Any:
         update = bind(self, paths, number)
-        return lambda *args: [before(path) for path in paths] and update(*args)
+
+        def update_watched(*args: Any) -> Any:
+            for path in paths:
+                before(path)
+            return update(*args)
+
+        return update_watched
 
     monkeypatch.setattr(Updater, "bind", bind_watched)
     params = {f"l.{n}.w": torch.ones(4, 4) for n in range(blocks)}

@@ -23,10 +23,13 @@ from fnshard.step import runner
 
 
 # ------------------------------------------------------------------ training
-@pytest.mark.parametrize("tier", ["streamed_all", "parameters_host", "all_disk", "mixed"])
-def test_training_equals_the_naive_loop(tier: str, tmp_path: Path) -> None:
-    """Tiers that `test_matrix` does not have, each with a feature."""
-    optimizer, options = FEATURES[list(FEATURES)[list(TIERS).index(tier) % len(FEATURES)]]
+@pytest.mark.parametrize(
+    ("tier", "feature"),
+    [("streamed_all", "local"), ("parameters_host", "breadth"), ("all_disk", "plain"), ("mixed", "clip")],
+)
+def test_training_equals_the_naive_loop(tier: str, feature: str, tmp_path: Path) -> None:
+    """Train with tiers that `test_matrix` does not have, each with a feature."""
+    optimizer, options = FEATURES[feature]
     ranks = sharded.simulate(
         model_of("tied"), "full_shard", 2, optimizer, policy=TIERS[tier], disk_dir=str(tmp_path), **options
     )
@@ -36,10 +39,7 @@ def test_training_equals_the_naive_loop(tier: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long  # test_meshes has masters that are moved
-@pytest.mark.parametrize(
-    ("preset", "dtypes"),
-    [("full_shard", "bf16 storage"), pytest.param("no_shard", "bf16 compute", marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize(("preset", "dtypes"), [("full_shard", "bf16 storage"), ("no_shard", "bf16 compute")])
 def test_master_copies_in_other_dtypes(preset: str, dtypes: str) -> None:
     """The host does bit for bit what the device does, if the master copy has another dtype."""
     policy = {"optimizer_dtype": torch.float32}
@@ -74,17 +74,8 @@ def test_gradients_alone_and_forward_alone() -> None:
 
 # ------------------------------------------------------------------ the adversary
 @pytest.mark.long  # test_host_worker has adversaries, test_adversary the host
-@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "tier",
-    [
-        "all_host",
-        *(
-            pytest.param(tier, marks=pytest.mark.long)
-            for tier in ("streamed_all", "optimizer_host", "parameters_host")
-        ),
-    ],
-)
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("tier", ["all_host", "streamed_all", "optimizer_host", "parameters_host"])
 def test_transfers_under_the_adversary(tier: str, late: bool) -> None:
     """Nothing is read before its transfer was waited for, nothing is given back while it is read."""
     model = model_of("tied")
@@ -116,14 +107,14 @@ def test_transfers_are_prefetched_a_unit_ahead() -> None:
         names = next(w.writes for w in lines if isinstance(w, Wait) and w.reads == lines[i].writes)
         gather = next(k for k, g in enumerate(lines) if isinstance(g, Gather) and set(g.reads) & set(names))
         ahead += any(isinstance(line, Run) for line in lines[i:gather])
-    assert ahead >= len(loads) - 2  # the first has nothing before it
+    assert (len(loads), ahead) == (8, 6)  # no kernel runs before the gathers of the first two
 
 
 def test_gradients_go_to_the_host_once_and_updates_stay_there() -> None:
     schedule = lower_model("optimizer_host")
     counts = schedule.counts()
     updates = [line for line in schedule.instructions if isinstance(line, Update)]
-    assert counts["to_host"] == len(updates)  # gradients
+    assert counts["to_host"] == len(updates) > 0  # gradients
     assert counts["to_device"] == len(updates)  # updated parameters
     assert all(line.reads[0].startswith("h:r:") for line in updates)
     sent = [n for i in schedule.instructions if isinstance(i, ToDevice) for n in i.reads]
@@ -134,7 +125,8 @@ def test_streamed_slots_go_there_and_back() -> None:
     schedule = lower_model("streamed")
     sent = [n for i in schedule.instructions if isinstance(i, ToDevice) for n in i.reads]
     back = [n for i in schedule.instructions if isinstance(i, ToHost) for n in i.into]
-    assert sorted(sent) == sorted(back) == sorted(f"o:{p}" for p, s in schedule.specs.items() if s.trainable)
+    trained = sorted(f"o:{p}" for p, s in schedule.specs.items() if s.trainable)
+    assert sorted(sent) == sorted(back) == trained != []
 
 
 def test_norms_are_taken_where_the_gradients_lie() -> None:
@@ -143,7 +135,8 @@ def test_norms_are_taken_where_the_gradients_lie() -> None:
     specs = sharded.specs_of(model, "full_shard", mesh, **TIERS["optimizer_host"])
     step = fs.shard_step(model.loss, specs, mesh=mesh, optimizer=CLIPPED)
     lines = step.lower(model.params, *model.batches(1)[0]).schedule.instructions
-    assert all(n.startswith("h:r:") for i in lines if isinstance(i, Norms) for n in i.reads)
+    reads = [n for i in lines if isinstance(i, Norms) for n in i.reads]
+    assert reads and all(n.startswith("h:r:") for n in reads)
     assert sum(i.verb == "reduce_scalars" for i in lines) == 1
 
 
@@ -250,10 +243,15 @@ def test_strided_gradients_on_one_rank(policy: Any, accumulate: int) -> None:
 def test_a_leaf_without_elements(tier: str) -> None:
     mesh = fs.make_mesh(shard=2, simulated=True)
     params = {"w": torch.ones(3, 2), "e": torch.ones(0, 2)}
-    specs = fs.presets.full_shard(params, mesh, **TIERS[tier])
     fn = lambda p, x: (x @ p["w"]).sum() + p["e"].sum()  # noqa: E731
-    run = lambda rank: one_step(params, fn, specs, mesh, torch.ones(4, 3), accumulate=2)  # noqa: E731
-    assert all(got["e"].numel() == 0 for got in fs.simulate(mesh, run))
+
+    def train(**tiers: str) -> list[Any]:
+        specs = fs.presets.full_shard(params, mesh, **tiers)
+        return fs.simulate(mesh, lambda _: one_step(params, fn, specs, mesh, torch.ones(4, 3), accumulate=2))
+
+    for got, want in zip(train(**TIERS[tier]), train(), strict=True):
+        assert got["e"].numel() == 0
+        torch.testing.assert_close(got["w"], want["w"])
 
 
 def test_state_of_other_specs_or_another_optimizer_is_refused_and_kept() -> None:

@@ -160,7 +160,8 @@ def test_a_step_that_fails_leaves_no_update_under_way() -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("lost")
 
-    with mock.patch.object(OverlappedUpdate, "bind_wait", lambda *_: fail), pytest.raises(RuntimeError):
+    patched = mock.patch.object(OverlappedUpdate, "bind_wait", lambda *_: fail)
+    with patched, pytest.raises(RuntimeError, match=r"^lost"):
         run(CASES["overlapped"], log=log)
     gc.collect()
     log.launch(COMPUTE, "whatever comes next", [], [torch.empty(1)])

@@ -6,10 +6,8 @@ import threading
 from pathlib import Path
 
 import torch
-from errors import raises
 
 import fnshard as fs
-from fnshard.optim import Optimizer
 from fnshard.runtime.collectives.connect import connect
 
 
@@ -84,12 +82,3 @@ def waits_for_who_waits(rank):
 def test_who_died_is_named_and_not_who_waits_for_it(ranks):
     zero, one, two, _ = ranks(4).run(waits_for_who_waits, lost=(3,))
     assert "rank 3 has left" in zero and "rank 3 has left" in two and one is None
-
-
-def test_an_optimizer_that_looks_at_values_is_refused():
-    update = lambda path, grad, *_: (grad if float(grad.sum()) > 0 else -grad, {})  # noqa: E731
-    optimizer = Optimizer("fickle()", lambda path, param: {}, update)
-    mesh, params = fs.make_mesh(shard=2, abstract=True), {"w": torch.ones(3, 2)}
-    specs = fs.presets.full_shard(params, mesh)
-    with raises(fs.OptimizerError, leaves=["fickle", "params['w']"], fix="torch.where"):
-        fs.shard_step(lambda p, x: (p["w"] * x).sum(), specs, mesh=mesh, optimizer=optimizer)
