@@ -132,7 +132,7 @@ def test_views_cost_nothing_and_a_slice_is_read_as_a_slice() -> None:
 # ------------------------------------------------------------------ instructions
 
 
-def price(low: Any, kind: type, hardware: Hardware = H100, **where: Any) -> Any:
+def price(low: Any, kind: type, hardware: Hardware = H100) -> Any:
     line = next(i for i in low.schedule.instructions if type(i) is kind)
     return line.price(HardwarePricer(low.schedule, hardware, low.sizes, fused=False))
 
@@ -142,7 +142,7 @@ def loss(p: Any, x: Any) -> Any:
 
 
 def test_every_instruction_says_all_about_itself() -> None:
-    """`bind`, `memory` and `price`; of those that issue something, what its Wait does, too."""
+    """Each has `bind` and `price`; those that issue something say what their Wait does, too."""
     kinds = {k for k in vars(lines).values() if isinstance(k, type) and issubclass(k, Instruction)}
     kinds -= {Instruction, lines.OfBucket}
     assert len(kinds) == 27
@@ -344,7 +344,6 @@ def _measure(rank: int) -> Any:
         return Hardware.measure(fs.make_mesh(shard=2, device="cpu")).as_dict()
 
 
-@pytest.mark.usefixtures("ranks")
 def test_ranks_measure_together_and_get_equal_numbers(ranks: Any) -> None:
     first, second = ranks(2).run(_measure)
     assert first == second

@@ -220,7 +220,7 @@ def test_an_update_on_the_host_waits_for_the_numbers_that_the_device_makes() -> 
 
 
 def test_the_host_stands_still_for_the_disk() -> None:
-    """A link and a disk of one speed: what is sent is the same, but nothing is issued meanwhile."""
+    """The disk itself takes no time: what is sent is the same, but nothing is issued meanwhile."""
     hardware = replace(H100, instruction_seconds=0.0, kernel_seconds=0.0, launch_seconds=0.0)
     hardware = replace(hardware, host_link_bytes_per_s=1e9, disk_bytes_per_s=1e30)
     seconds = {}
@@ -229,6 +229,7 @@ def test_the_host_stands_still_for_the_disk() -> None:
         got = low.timeline(hardware)
         seconds[tier] = got.step_seconds
         loads = {s.index: s.end for s in got.spans if s.verb == "to_device"}
+        assert loads
         for index, end in loads.items():
             later = [s.start for s in got.spans if s.index > index]
             assert tier == "host" or min(later) >= end

@@ -58,6 +58,7 @@ def hunt_on_ranks(
         if spoil:
             spoil(rank, state)
         before = [t.clone() for t in tensors_of(state)]
+        assert len(before) >= len(params)
         found = fs.debug.nan_hunt(step, state, batch[rank * 2 : rank * 2 + 2])
         assert all(
             torch.equal(a.nan_to_num(), b.nan_to_num())

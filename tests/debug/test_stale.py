@@ -51,7 +51,11 @@ def an_autocast(_: Path) -> Unseen:
 
 
 @pytest.mark.parametrize("unseen", [a_global_by_its_key, a_file, a_variable_of_the_environment, an_autocast])
-def test_what_a_guard_does_not_compare_is_found(unseen: Callable[..., Unseen], tmp_path: Path) -> None:
+def test_what_a_guard_does_not_compare_is_found(
+    unseen: Callable[..., Unseen], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_MODE", "")  # so that it is put back, as is the global
+    monkeypatch.setitem(globals(), "w", None)
     fn, change, difference = unseen(tmp_path)
     step = make(fn)
     step(PARAMS, X)

@@ -98,15 +98,22 @@ def test_meshes_with_a_pipeline_are_among_all_meshes() -> None:
 def test_tasks_are_put_in_order_by_the_flops_of_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[float] = []
 
-    def count(kernel: Any, backward: bool) -> float:
-        counted.append(kernel_flops(kernel, backward))
+    def count(kernel: Any, way: Any) -> float:
+        counted.append(kernel_flops(kernel, way))
         return counted[-1]
 
     monkeypatch.setattr("fnshard.step.cache.kernel_flops", count)
     lower(loss, chain(4), torch.ones(8, WIDTH), ranks=4, accumulate=4)
     assert not counted  # one stage has one order
-    lower(loss, chain(4), torch.ones(8, WIDTH), ranks={"pipeline": 2, "shard": 2}, accumulate=4)
+    how = {"ranks": {"pipeline": 2, "shard": 2}, "accumulate": 4}
+    lower(loss, chain(4), torch.ones(8, WIDTH), **how)
     assert len(counted) == 8 and min(counted) > 0 and max(counted) >= 2 * min(counted)
+
+    # With two chunks a stage, tasks of equal flops have another order.
+    how["policy"] = {"chunks": 2}
+    by_flops = lower(loss, chain(8), torch.ones(8, WIDTH), **how)
+    monkeypatch.setattr("fnshard.step.cache.kernel_flops", lambda kernel, way: 1.0)
+    assert lower(loss, chain(8), torch.ones(8, WIDTH), **how).as_text() != by_flops.as_text()
 
 
 def test_a_message_shares_a_link_with_a_gather_and_does_not_queue_behind_it() -> None:

@@ -246,7 +246,7 @@ def test_leaves_of_several_counts_are_left_alone():
 
 
 LATER = {  # rows of the batches of two ranks, and whether that is said
-    "a short last batch": ([[4, 4, 4, 4, 3], [4, 4, 4, 3, 3]], True),
+    "short batches at the end": ([[4] * 6, [4, 4, 4, 3, 3, 3]], True),
     "both are short": ([[4, 4, 3], [4, 4, 3]], False),
     "it is exact": ([[4, 4, 4], [4, 4, 3]], False),
 }
@@ -273,3 +273,18 @@ def test_whole_leaves_are_no_rows():
         return step(fs.shard(PARAMS, step.specs, mesh), fs.Whole(torch.ones(rank + 1)), torch.ones(2, 2))
 
     fs.simulate(mesh, run)
+
+
+def test_ranks_of_the_same_rows_close_over_the_same_tensors():
+    mesh = fs.make_mesh(shard=2, tensor=2, simulated=True)
+
+    def run(rank, last):
+        table = torch.ones(4, 2) * (last if rank == 3 else 1.0)
+        loss = lambda p, x: (x @ (p["a"] + p["b"]) * table).mean()  # noqa: E731
+        specs, optimizer = fs.presets.full_shard(PARAMS, mesh), fs.optim.sgd(0.1)
+        step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, backend="eager")
+        step(step.init(PARAMS), torch.ones(4, 4))
+
+    fs.simulate(mesh, run, 1.0)
+    with raises(fs.AgreementError, leaves=["ranks along 'tensor'", "closes over", "on ranks 2 and 3"]):
+        fs.simulate(mesh, run, 2.0)

@@ -68,6 +68,7 @@ def test_the_next_block_travels_beside_the_product_of_this_one() -> None:
     issued = {i.writes[0]: n for n, i in enumerate(lines) if isinstance(i, Exchange)}
     runs = [n for n, i in enumerate(lines) if isinstance(i, Run)]
     waits = {n: issued[i.reads[0]] for n, i in enumerate(lines) if i.verb == "wait" and i.reads[0] in issued}
+    assert len(waits) == len(issued) > 0
     assert [n for n, first in waits.items() if not any(first < run < n for run in runs)] == []
     read: dict[Any, set[str]] = {}
     for line in lines:

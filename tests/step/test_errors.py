@@ -98,7 +98,7 @@ def test_what_is_no_optimizer_is_refused(optimizer: Any, leaf: str, fix: str) ->
     with raises(OptimizerError, leaves=leaf, fix=fix):
         step(optimizer=optimizer)
     with raises(OptimizerError, leaves="lr", fix="fs.optim.adamw("):
-        fs.optim.adamw(optimizer if not callable(optimizer) else TORCHS, lr=1e-3)
+        fs.optim.adamw(optimizer, lr=1e-3)
 
 
 # ------------------------------------------------------------------ one call, one error
@@ -110,6 +110,12 @@ LAZY = fs.make_functional(nn.LazyLinear(2))[1]
 
 def of_two(p: Any, x: Tensor, s: Tensor) -> Tensor:
     return loss(p, x) * s
+
+
+def step_on_all_that_it_returned() -> None:
+    one = step(optimizer=SGD)
+    returned = one(one.init(chain(2)), rows())
+    one(returned, rows())
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str | list[str], str | list[str]]] = {
@@ -144,6 +150,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str | list[str], s
         ["'parameters'", "step, params"], ()),
     "a tree for a state": (
         lambda: step(optimizer=SGD)(chain(2), rows()), StateError, ["TrainState", "dict"], "step.init"),
+    "all that a step returns for a state": (
+        step_on_all_that_it_returned, StateError,
+        ["TrainState", "(state, metrics)"], "state, metrics = step("),
     "a state for a tree": (
         lambda: step()(step(optimizer=SGD).init(chain(2)), rows()), StateError,
         "optimizer", ["state.params", "optimizer="]),
@@ -153,6 +162,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str | list[str], s
     "a block of another dtype": (
         lambda: step()({**chain(2), "layers.1.w": torch.zeros(WIDTH, WIDTH).half()}, rows()), StateError,
         "params['layers.1.w'] is [8, 8] torch.float16", "fs.shard"),
+    "full leaves of another shape": (
+        lambda: fs.shard({**chain(2), "layers.0.w": torch.zeros(3, 3)}, step().specs, fs.make_mesh()),
+        StateError, ["1 leaf", "params['layers.0.w'] is [3, 3]", "[8, 8]"], "full leaves"),
     "a restore in another order": (
         lambda: fs.checkpoint.restore(step(optimizer=SGD), "ckpt"), CheckpointError,
         ["restore", "Step"], "restore(path, step)"),
@@ -333,7 +345,7 @@ def test_an_abstract_mesh_can_be_lowered_on_not_run() -> None:
         one(one.init(chain(2)), rows())
 
 
-# ------------------------------------------------------------------ optimizers
+# ------------------------------------------------------------------ dtypes
 
 
 def test_a_batch_of_another_dtype_than_the_leaves_compute_in() -> None:

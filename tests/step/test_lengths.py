@@ -70,6 +70,9 @@ def test_sequences_grow_to_the_next_length(length: int, lengths: list[int]) -> N
     assert sequence.value.shape == (padded, 2) and not sequence.value[length:].any() and sequence.dim == 0
     assert labels.dtype == sequence.value.dtype == torch.int64 and rest["n"] == 3
     assert rest["skip"].shape == rest["whole"].value.shape == (2, length)
+    wide = min(each for each in lengths if each >= 2)  # the mask has its two columns for a sequence
+    assert rest["mask"].shape == (length, wide)
+    assert rest["mask"][:, :2].all() and not rest["mask"][:, 2:].any()
 
 
 WRONG = {

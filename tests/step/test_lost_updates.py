@@ -17,7 +17,7 @@ PARAMS = {"w": torch.ones(4, 4), "norm.w": torch.ones(4), "frozen": torch.ones(4
 
 
 def said(optimizer: Any, stored: torch.dtype = BF16, ranks: int = 2, **policy: Any) -> list[str]:
-    """Return the warnings of making a step, lowering it and making it again with other options."""
+    """Return the warnings of making a step and lowering it."""
     params = {path: leaf.to(stored) for path, leaf in PARAMS.items()}
     params["frozen"] = torch.nn.Parameter(params["frozen"], requires_grad=False)
     mesh = fs.make_mesh(shard=ranks, abstract=True)

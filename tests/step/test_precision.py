@@ -84,7 +84,7 @@ def train_by_torch(params: dict[str, Tensor], loss: Any, batches: list[Tensor]) 
 
 @pytest.mark.suite({
     "device-None": "updated where gradients are",
-    "streamed-1000000000.0": "moved there, clipped",
+    "streamed-1000000000.0": "moved there, with a norm",
     "host-None": "updated on the host",
 })  # fmt: skip
 @pytest.mark.parametrize("clip", [None, 1e9])

@@ -71,6 +71,7 @@ def test_rows_travel_again_and_are_not_kept() -> None:
         if isinstance(line, Wait) and line.is_for(Exchange) and line.phase == "forward"
     }  # fmt: skip
     backward = [i for i in again.instructions if isinstance(i, Run) and i.of_backward]
+    assert len(received) == 6  # each layer's rows there and back, and how many each expert gets
     assert not received & {name for run in backward for name in run.reads}
 
 
@@ -94,8 +95,8 @@ def test_a_layer_keeps_its_input_alone() -> None:
 def test_a_unit_is_gathered_once_for_both(options: dict[str, Any]) -> None:
     """Its leaves stay from its second forward to its backward, and reductions are those of any step."""
     plain, again = (lower_model(remat, **options).schedule.counts() for remat in ("none", "unit"))
-    for verb in ("gather", "reduce_scatter", "all_reduce"):
-        assert plain.get(verb) == again.get(verb), verb
+    for verb in ("gather", "reduce_scatter"):
+        assert plain[verb] == again[verb] > 0, verb
 
 
 def test_a_forward_that_runs_again_is_no_model_flop() -> None:
@@ -196,18 +197,12 @@ def read_what_came_first(lines: Lines) -> None:
     lines[at] = replace(lines[at], reads=reads, drops=tuple(n for n in lines[at].drops if n != again))
 
 
-@pytest.mark.parametrize(
-    ("plant", "said"),
-    [
-        (forget_a_kernel, "not alive"), (forget_an_exchange, "not alive"),
-        (read_what_came_first, "not alive"),
-    ],
-)  # fmt: skip
-def test_faults_are_found(plant: Callable[[Lines], None], said: str) -> None:
+@pytest.mark.parametrize("plant", [forget_a_kernel, forget_an_exchange, read_what_came_first])
+def test_faults_are_found(plant: Callable[[Lines], None]) -> None:
     schedule = lower_model().schedule
     lines = list(schedule.instructions)
     plant(lines)
-    with raises(ScheduleError, says=said):
+    with raises(ScheduleError, says="not alive"):
         verify(schedule.with_instructions(lines))
     assert verify(schedule)
 

@@ -240,7 +240,9 @@ def test_a_state_may_be_changed_copied_and_pickled_between_steps():
     params = {"w": torch.ones(2, 2), "scale": 2.0}
     step = step_of(lambda p, x: (x @ p["w"]).sum() * p["scale"], params, optimizer=fs.optim.sgd(0.0))
     state, _ = step(step.init(params), torch.ones(1, 2))
-    pickle.loads(pickle.dumps(copy.deepcopy(state)))
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(state)))
+    assert torch.equal(twin.params["w"], params["w"]) and twin.params["scale"] == 2.0
+    assert int(twin.step) == 1
     state.params["w"].data = torch.zeros(2, 2)
     state, metrics = step(state, torch.ones(1, 2))
     assert metrics["loss"] == 0 == state.params["w"].sum()

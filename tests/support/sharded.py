@@ -21,8 +21,8 @@ STEPS = 3
 
 def meshes(world: int, preset: str = "full_shard") -> dict[str, int]:
     """Return the axes of a world: two of them for hybrid_shard."""
-    if preset == "hybrid_shard" and world == 4:
-        return {"replicate": 2, "shard": 2}
+    if preset == "hybrid_shard":
+        return {"replicate": 2, "shard": world // 2}
     return {"shard": world}
 
 
