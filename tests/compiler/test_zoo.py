@@ -182,7 +182,7 @@ def test_gradients(model: str, kind: str, ranks: Callable[[int], Any]) -> None:
         atol = tolerance(build(model))
     except Exception as error:
         pytest.skip(f"plain torch: {type(error).__name__}: {(str(error) or '-').splitlines()[0][:100]}")
-    got = on_simulated_ranks(model) if kind == "simulated" else ranks(2).run(on_rank, model)
+    got = on_simulated_ranks(model) if kind == "simulated" else ranks(2).run(on_rank, model, timeout=250)
     if isinstance(got[0], str):
         pytest.skip(f"refused: {got[0]}")
     wrong = {path: far for rank in got for path, far in rank.items() if not far <= atol}
