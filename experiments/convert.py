@@ -79,7 +79,7 @@ def parse(arguments: Sequence[str]) -> ConvertConfig:
         ConfigError: there are not two paths, or a key or a value is unknown.
     """
     # Divide the arguments. A path may look like KEY=VALUE, too.
-    keys = ConvertConfig.__dataclass_fields__
+    keys = [key for key in ConvertConfig.__dataclass_fields__ if key not in ("source", "target")]
     given = [a for a in arguments if KEY_VALUE.match(a) and not Path(a).exists()]
     settings = dict(a.split("=", 1) for a in given)
     paths = [a for a in arguments if a not in given]

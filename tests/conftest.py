@@ -1,4 +1,4 @@
-"""What all tests share: one thread a process, and warm pools of real ranks."""
+"""Set up all tests: one thread a process, caches of traces and kernels, warm ranks, the order of files."""
 
 import gc
 import os
@@ -21,7 +21,7 @@ os.environ.setdefault("FNSHARD_CACHE", CACHE.name + "/fnshard")  # workers share
 remember_traces()
 share_updates()
 
-# Workers begin with these, lest one of them is left with a long one when the other has ended.
+# Workers begin with these, lest one of them still has a long file when the other is done.
 LONGEST = (
     "test_guide.py", "test_finetune.py", "test_resume.py", "test_plan.py", "test_fit.py",
     "test_readme_commands.py", "test_matrix.py", "test_rewarded.py", "test_token_budget.py", "test_train.py",
@@ -31,13 +31,13 @@ LONGEST = (
 
 @pytest.fixture(scope="module", autouse=True)
 def small_heap() -> None:
-    """Collections look at what the module at hand made alone: all of a worker's would take them seconds."""
+    """Garbage collections look at what the module at hand made: all of a worker's would take them seconds."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
-    """Spare the end of a session: pytest collects five times what all modules have made."""
+    """Spare the end of a session, where pytest runs the garbage collector five times over everything."""
     gc.freeze()
 
 

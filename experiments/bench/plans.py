@@ -1,4 +1,7 @@
-"""The cases `memory` and `predict`: predict and measure the bytes and seconds of many plans."""
+"""The cases `memory` and `predict`: predict and measure the bytes and seconds of many plans.
+
+`choose_plans` also serves the case `bubble`, which `bubble.py` runs.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +76,8 @@ PREDICT = {  # by the number of ranks; `read_plan` reads the names
 def run(config: BenchConfig, folder: Path) -> Result:
     """What saves memory, and at what cost in time? Are bytes, times and the order of plans as predicted?
 
-    Every round measures the machine anew and runs a step of each plan, so that both see it in the same moods.
-    Nothing is fitted to a plan.
+    Every round measures the machine anew and runs a step of each plan, so that both see it under the same
+    load. Nothing is fitted to a plan.
     """
     makers: dict[str, tuple[BenchTask, Maker]] = {}
     for name, (setup, changes) in choose_plans(config).items():
@@ -82,9 +85,10 @@ def run(config: BenchConfig, folder: Path) -> Result:
         makers[name] = make_task(replace(config, **changes)), make
     # Time all plans in turn, and then count their bytes.
     seconds, found = measure_times(config, makers)
-    for name, (task, make) in makers.items() if config.memory else ():
-        say(f"bytes of {name}")
-        found[name] |= memory_of(task, make, config.memory)
+    if config.memory:  # the number of passes that count bytes
+        for name, (task, make) in makers.items():
+            say(f"bytes of {name}")
+            found[name] |= memory_of(task, make, config.memory)
     # A row for each plan, and notes on how near the predictions are.
     rows = [["plan", *COLUMNS, "step / first"]]
     first = next(iter(seconds.values()))

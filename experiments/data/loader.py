@@ -43,7 +43,7 @@ class Loader:
         seed: the seed of the orders.
         rank, ranks: the number of this loader and the count of loaders along the mesh's data axes. They say
             which part of the rows it yields.
-        repeat: the number of steps that get the same batch.
+        repeat: the number of steps that get the same batch (`objective.updates`).
         step: the next step to yield; read only.
 
     Raises:

@@ -20,13 +20,13 @@ from fnshard.errors import report
 
 MEND = "take the config.json that the model was saved with."
 LOCAL: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-# Weights that transformers loads by itself are no pickles. Their configuration is `read_model_config`'s.
+# Arguments of `from_pretrained` for weights: pickles are refused. Pass `config=read_model_config()`, too.
 WEIGHTS: Mapping[str, Any] = {**LOCAL, "use_safetensors": True}
 
 # Whole numbers of config.json that make modules or lists, and the most that they may be. A number far beyond
 # any model's would take hours to build, or would not fit. The first kind that matches a name counts.
 MOST = 1 << 24
-KINDS: tuple[tuple[re.Pattern[str], float], ...] = (
+MOST_BY_NAME: tuple[tuple[re.Pattern[str], float], ...] = (
     (re.compile(r"(^|_)(ids?|index|seed|theta|freq|base|parameters|params|flops)$"), math.inf),
     (re.compile(r"layers?$|(^|_)depths?$"), 1024),
     (re.compile(r"experts$"), 1 << 13),
@@ -131,7 +131,7 @@ def wrong_numbers(path: Path) -> list[str]:
             continue
         # Every number has an upper bound, by its name; those of sizes and layers have a lower one, too. A
         # number in a list has the bound of the list's name.
-        most = next(most for kind, most in KINDS if kind.search(re.sub(r"\[\d+\]$", "", name)))
+        most = next(most for kind, most in MOST_BY_NAME if kind.search(re.sub(r"(\[\d+\])+$", "", name)))
         if name in LAYERS + SIZES:
             least = int(name not in OFF)
             if type(value) is not int or not least <= value <= most:

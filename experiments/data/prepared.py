@@ -302,7 +302,7 @@ def open_prepared(folder: str | Path, *, read_all: bool = False) -> Prepared:
     folder = Path(folder)
     fix = f"delete {folder.parent}: the same command prepares it anew."
     try:
-        facts = read_record(folder / FACTS, sealed=True)
+        facts = read_record(folder / FACTS, need_checksum=True)
     except DamagedError as error:
         raise DamagedError(f"{error} Fix: {fix}") from error
     if facts is None:

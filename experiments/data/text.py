@@ -26,7 +26,7 @@ from experiments.lib.config import ShardsConfig, TrainConfig
 
 VOCAB = 256  # the number of bytes
 STRENGTH = 16.0  # in counts; a larger one trusts the shorter context more, and 4 to 64 hardly differ
-MOST_COUNTED = 2**25  # the first tokens, on which tables are counted
+MOST_COUNTED = 2**25  # tables are counted on at most so many first tokens
 # Tests repeat themselves and each other, and packages next to the library differ by machine.
 SKIP = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 SEPARATOR = 0  # one byte that no source file holds ends every file
@@ -59,7 +59,7 @@ def held_out_starts(length: int, rows: int, context: int) -> Tensor:
     """Return the starts of `rows` windows, spread evenly over a stream and the same in every run; int64
     [rows].
 
-    They are 2 or later, so that a trigram table has two bytes of context at every target.
+    They are 2 or later, since a trigram table reads a byte before the window for the first target.
     """
     return torch.linspace(2, length - context - 1, rows, dtype=torch.float64).long()
 
@@ -239,14 +239,13 @@ class Dataset:
         if self.unit != "byte":
             return {}
         train = self.train.windows(np.zeros(1, np.int64), min(self.train.tokens, MOST_COUNTED))
-        # Each window is read with the two tokens before it, so that trigrams have their context at every
-        # target.
+        # Each window is read with tokens before it, so that trigrams have their context at every target.
         windows = self.measured.windows(self.starts.numpy() - 2, self.config.context + 3)
         targets = torch.arange(windows.size).reshape(windows.shape)[:, 3:].flatten()
         return table_losses(_to_bytes(train), _to_bytes(windows), targets)
 
     def encode(self, text: str) -> list[int]:
-        """Return a text's tokens. Without a tokenizer the first held-out token stands for any text."""
+        """Return a text's tokens; the first held-out token if it has none, or if there is no tokenizer."""
         tokens = self.tokenizer.encode(text) if self.tokenizer else []
         return tokens or self.measured.windows(np.zeros(1, np.int64), 1)[0].tolist()
 

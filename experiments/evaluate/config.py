@@ -17,15 +17,16 @@ class EvaluateConfig:
     """The model, the tasks and how to measure.
 
     `model` is a directory, as in `experiments.finetune`. `tasks` are FORMAT:FILE or FORMAT:FILE:FILE, where
-    the second file has the `shots` that each question is asked after: the first of its subject that are not
-    that question itself. A task may also be lm-eval:NAME, one of the package lm-eval by its name or its YAML
-    file.
+    the second file has solved examples. The first `shots` of them that have the question's subject, and are
+    not that question itself, are put before it. A task may also be lm-eval:NAME, one of the package lm-eval
+    by its name or its YAML file.
 
     `limit` is the most questions of a task, and `tokens` the most tokens of a generated answer. `rows` are
     the rows of text that a rank computes at once. `ranks` are processes that share the work and the weights
-    (null: two on a CPU, or as many as there are GPUs). `dtype` is that of compute. `folder` keeps answers,
-    and those that are there are not computed again (null: a folder below outputs/evaluate by model, tasks and
-    settings).
+    (null: two on a CPU, or as many as there are GPUs). `dtype` is that of compute (auto: float32
+    on a CPU, else bfloat16), and `backend` that of `fs.shard_forward`. A rank waits for the others for
+    `timeout_s` seconds at most. `folder` keeps answers, and those that are there are not computed again
+    (null: a folder below outputs/evaluate by model, tasks and settings).
     """
 
     model: str

@@ -66,7 +66,8 @@ class Task:
     """A file's questions.
 
     Args:
-        name: the name of the file, or its path if several tasks have files of one name.
+        name: the shortest that differs for all tasks: the name or the path of the file, both without suffix,
+            or FORMAT:FILE as it was given.
         metrics: the metrics of a question's result, the main one first.
         left_out: the number of records that ask for something which is not measured here.
     """

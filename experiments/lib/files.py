@@ -28,7 +28,7 @@ UNREADABLE = (ValueError, RecursionError)  # the errors of `json.loads`
 
 
 class LineError(ValueError):
-    """A record cannot be used; the message says why."""
+    """A line or record of a data file cannot be used; the message says why."""
 
 
 class DamagedError(ConfigError):
@@ -37,7 +37,7 @@ class DamagedError(ConfigError):
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let an OSError in the block name this file, if it names none, as those of `write` and `flush`."""
+    """Let an OSError in the block that names no file, as of `file.write` and `file.flush`, name this one."""
     try:
         yield
     except OSError as error:
@@ -114,14 +114,14 @@ def checksum(values: Mapping[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(values).encode()):08x}"
 
 
-def read_record(path: Path, *, sealed: bool = False) -> dict[str, Any] | None:
+def read_record(path: Path, *, need_checksum: bool = False) -> dict[str, Any] | None:
     """Read what `write_record` wrote; None if there is no such file.
 
     Args:
-        sealed: whether to refuse an object without a checksum, which an older version may have written.
+        need_checksum: whether to refuse an object without one, which an older version may have written.
 
     Raises:
-        DamagedError: the file holds something else; the message has the path, and no way out yet.
+        DamagedError: the file holds something else; the message has the path, and the caller adds a way out.
     """
     try:
         values = json.loads(path.read_bytes())
@@ -131,11 +131,12 @@ def read_record(path: Path, *, sealed: bool = False) -> dict[str, Any] | None:
         last = next(reversed(values), None)
         content = {name: value for name, value in values.items() if name != last}
         fits = values.get(last) == checksum(content)
-        if (fits or SUM in values) and not (fits and last == SUM):
+        is_intact = fits and last == SUM
+        if (fits or SUM in values) and not is_intact:
             raise ValueError("its checksum differs")
-        if sealed and not fits:
+        if need_checksum and not is_intact:
             raise ValueError("it has no checksum")
-        return content if fits else values
+        return content if is_intact else values
     except FileNotFoundError:
         return None
     except UNREADABLE as error:
@@ -209,7 +210,10 @@ def differences(folder: Path, digests: Mapping[str, Sequence[int]], *, read_all:
 
 
 def commit_folder(aside: Path, final: Path) -> None:
-    """Flush all files of a folder, and rename it. If a folder of that name exists, it is kept."""
+    """Flush all files of a folder, and rename it.
+
+    If a folder of that name exists, that one is kept, and `aside` is left for the caller to delete.
+    """
     for path in aside.rglob("*"):
         if path.is_dir():
             flush_directory(path)

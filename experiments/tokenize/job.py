@@ -167,7 +167,7 @@ def _keep_intact(folder: Path) -> dict[str, list[int]]:
     Files that are not as it wrote them are deleted.
     """
     try:
-        known = read_record(folder / WRITTEN, sealed=True) or {}
+        known = read_record(folder / WRITTEN, need_checksum=True) or {}
     except DamagedError:
         known = {}
     kept = {
@@ -187,7 +187,7 @@ def _read_rows(
     kinds = {"text": "large_string", "end": "bool", "problem": "string"}
     features = datasets.Features({name: datasets.Value(kind) for name, kind in kinds.items()})
     try:  # an earlier process may have read the text
-        known = read_record(work / WRITTEN, sealed=True)
+        known = read_record(work / WRITTEN, need_checksum=True)
     except DamagedError:
         known = None
     if known is None or differences(work, known, read_all=True):

@@ -21,7 +21,7 @@ LAYER_KINDS = ("full_attention", "sliding_attention")  # whose masks are made he
 CACHES = ("cache", "past_key_values")  # a trunk's parameter since transformers 5.24, and before
 
 
-def no_decoder(name: str, *why: str) -> ConfigError:
+def no_decoder_error(name: str, *why: str) -> ConfigError:
     """Return the error for a model that cannot be tuned here."""
     return ConfigError(
         report(
@@ -47,7 +47,7 @@ def check_decoder(model: nn.Module) -> None:
     config, prefix = getattr(model, "config", None), getattr(model, "base_model_prefix", "")
     trunk = getattr(model, prefix, None) if prefix else None
     if config is None or not isinstance(trunk, nn.Module) or model.get_output_embeddings() is None:
-        raise no_decoder(type(model).__name__, "it is no trunk with a head over a vocabulary")
+        raise no_decoder_error(type(model).__name__, "it is no trunk with a head over a vocabulary")
     trunk, config = model.get_submodule(trunk_of(model)), config.get_text_config()
     wrong = []
 
@@ -82,7 +82,7 @@ def check_decoder(model: nn.Module) -> None:
         others = f" and {len(odd) - 1} more are" if len(odd) > 1 else " is"
         wrong.append(f"{odd[0]}{others} of experts of another kind")
     if wrong:
-        raise no_decoder(type(model).__name__, *wrong)
+        raise no_decoder_error(type(model).__name__, *wrong)
 
 
 def cache_parameter(trunk: nn.Module) -> str:
@@ -162,7 +162,7 @@ class _Watch(TorchFunctionMode):
         return out
 
 
-def is_plain(unembedding: Callable[..., Any], leaves: Mapping[str, Tensor], head: str) -> bool:
+def has_plain_head(unembedding: Callable[..., Any], leaves: Mapping[str, Tensor], head: str) -> bool:
     """Return whether logits are the product of hidden states and the head, and nothing more.
 
     A run is observed for that, since softcaps, scales and biases have other names in every architecture.

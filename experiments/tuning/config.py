@@ -61,17 +61,17 @@ class ObjectiveKind:
 
     Args:
         data: "samples", "pairs", "prompts", whose answers are drawn and rewarded, or "labels" or "twins" of
-            `data.labelled`.
+            `experiments.data.labelled`.
         reference: whether it needs the model as it was.
         beta: its default.
         values: whether it needs a value head.
         teacher: whether it needs a teacher.
-        score: whether it needs a score of hidden states.
-        targets: the kind of a batch's targets, of `dataset.TARGETS`.
+        score: whether it needs a head that scores hidden states.
+        targets: the kind of a batch's targets, of `tuning.dataset.TARGETS`.
         exported: the end of the name of transformers' class that opens the tuned model, if that is no
             language model any more.
-        rates: a row of `method.DEFAULT_RATES`; None stands for that of its data.
-        built_in: a name of `dataset.BUILT_IN`, the data where no file is named; None stands for its data.
+        rates: a row of `tuning.method.DEFAULT_RATES`; None stands for that of its data.
+        built_in: a name of `tuning.dataset.BUILT_IN`, the data where no file is named; None: its data.
     """
 
     data: str

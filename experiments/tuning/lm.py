@@ -23,15 +23,15 @@ from experiments.tuning.architecture import (
     cache_parameter,
     check_decoder,
     experts_of,
-    is_plain,
-    no_decoder,
+    has_plain_head,
+    no_decoder_error,
     trunk_of,
     windows_of,
 )
 from experiments.tuning.vision import Vision, vision_of
 from fnshard.errors import StateError, report
 from fnshard.functional import aliases
-from fnshard.hf.reading import check_directory, find_codes
+from fnshard.hf.reading import check_model_directory, find_codes
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.losses import IGNORE, linear_token_losses
 
@@ -314,9 +314,9 @@ def from_model(model: nn.Module) -> LanguageModel:
     weight = model.get_output_embeddings().weight
     head = next(path for path, leaf in model.named_parameters() if leaf is weight)
     try:
-        plain = is_plain(unembedding, {p: v.detach().to("meta") for p, v in params.items()}, head)
+        plain = has_plain_head(unembedding, {p: v.detach().to("meta") for p, v in params.items()}, head)
     except (AttributeError, KeyError, TypeError) as error:
-        raise no_decoder(type(model).__name__, f"its head reaches into its trunk ({error})") from error
+        raise no_decoder_error(type(model).__name__, f"its head reaches into its trunk ({error})") from error
 
     # What its layers attend to, how it embeds tokens, and how it sees.
     windows, cache = windows_of(inner, config), cache_parameter(inner)
@@ -343,10 +343,10 @@ def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageMode
 
     config = copy.deepcopy(config)  # transformers writes the dtype into it
     if getattr(config, "is_encoder_decoder", False):
-        raise no_decoder(type(config).__name__, "it is an encoder with a decoder")
+        raise no_decoder_error(type(config).__name__, "it is an encoder with a decoder")
     kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     if type(config) not in kind._model_mapping:
-        raise no_decoder(type(config).__name__, "transformers has no model of it that writes texts")
+        raise no_decoder_error(type(config).__name__, "transformers has no model of it that writes texts")
     try:
         with fs.deferred():
             model = kind.from_config(
@@ -403,7 +403,7 @@ def check_weights(path: str | Path, lm: LanguageModel) -> None:
     """
     specs = ResolvedSpecs.of(fs.match_specs(lm.params, [("*", fs.LayoutSpec())])).leaves
     try:
-        check_directory(Path(path), specs, lm.model)
+        check_model_directory(Path(path), specs, lm.model)
     except StateError as error:
         raise ConfigError(report(f"model={path}:", [str(error)])) from None
 

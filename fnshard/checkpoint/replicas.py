@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import threading
@@ -48,7 +49,8 @@ from fnshard.step.state import TrainState
 from fnshard.step.step import Step
 
 PART = ".json"  # the ending of the manifest next to a data file
-_Part = tuple[str, list[int]]  # the manifest of one data file, and the nodes that have both
+_SAVE = re.compile(r"[0-9a-f]{32}-\d+")  # a save's folder: the token of the run's start, and a number
+_Part = tuple[str, list[int]]  # the manifest of one data file, and the nodes that have that file
 ROOM = 3  # a rank needs room for three times its file: the last copy, the next one, and the blocks themselves
 
 
@@ -60,13 +62,15 @@ def most_copies(nodes: int) -> int:
 class Replicas:
     """The replicas of one run, as one rank keeps them; all ranks call its methods together.
 
+    Call `restore`, then `start` with the state to go on from, `save` after steps, and `close` at the end.
+
     Args:
         step: a compiled step on a mesh of processes.
         memory: a name, the same on all ranks and at each start of this run, for a folder in `/dev/shm` (or
             in the folder that `FNSHARD_MEMORY` names; agents that share a machine need one each). It stays
             when ranks die, until `close`, or until their launcher ends: `fs.launch` removes it; after another
             launcher, the next run with replicas on this machine does. A `Path` names a folder of the user's,
-            the same for all ranks of the node.
+            the same for all ranks of the node, in which only replicas are removed.
         copies: the number of nodes that hold a block besides the one whose rank has it; on a single node 1,
             which is the node's own memory.
         timeout: the seconds after which a silent peer is an error.
@@ -85,12 +89,13 @@ class Replicas:
         self.step, self.mesh = step, step.mesh
         self._group = group_of(self.mesh, timeout, "replicas")
         self.memory = run_together(self._group, "replicas", lambda: _find_memory(memory))
+        self._is_users = isinstance(memory, Path)
 
         # Ranks of one host and folder are a node. Several nodes copy to each other over a group of their own.
         hosts = gather_texts(self._group, f"{socket.gethostname()}:{self.memory.resolve()}")
         names = list(dict.fromkeys(hosts))
         if len(names) > 1:
-            seconds = timedelta(seconds=self._group.keywords["timeout"])
+            seconds = timedelta(seconds=self._group.keywords["timeout"])  # `group_of` returns a partial
             self._between = dist.new_group(backend="gloo", timeout=seconds)
         self._nodes = [names.index(host) for host in hosts]  # by rank
         self._node = self._nodes[self.mesh.rank]
@@ -271,7 +276,9 @@ class Replicas:
         gather_texts(self._group, "")
         self._staged = {}
         if self._is_first:
-            shutil.rmtree(self.memory, ignore_errors=True)
+            # A folder of the user's stays, with all else that is in it.
+            for old in _list_saves(self.memory) if self._is_users else [self.memory]:
+                shutil.rmtree(old, ignore_errors=True)
 
     def _write_and_exchange(self, folder: Path, part: Manifest) -> None:
         """Write and exchange the files of one save, in the background.
@@ -293,8 +300,8 @@ class Replicas:
         All folders but the last complete one are removed first.
         """
         if self._is_first:
-            for old in self.memory.iterdir():
-                if old.is_dir() and old.name not in (self._last, folder.name):
+            for old in _list_saves(self.memory):
+                if old.name not in (self._last, folder.name):
                     shutil.rmtree(old, ignore_errors=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         file, chunks = write_blocks(folder, self._staged, self.mesh)
@@ -332,6 +339,11 @@ class Replicas:
 def _find_memory(memory: str | Path) -> Path:
     """Return the folder of replicas that a name means, which is made if there is none."""
     if isinstance(memory, Path):
+        try:
+            memory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            message = f"replicas in {str(memory)!r}: {error.strerror}."
+            raise CheckpointError(message, fix="a folder in memory that may be written to.") from None
         return memory
     try:
         return memory_directory(memory, launcher())
@@ -354,6 +366,11 @@ def _write_files(folder: Path, contents: Mapping[str, Tensor]) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
         (folder / f".{name}").write_bytes(memoryview(content.numpy()))
         os.rename(folder / f".{name}", folder / name)
+
+
+def _list_saves(memory: Path) -> list[Path]:
+    """Return the folders of saves in a node's memory, which may hold files of others, too."""
+    return [folder for folder in memory.iterdir() if _SAVE.fullmatch(folder.name) and folder.is_dir()]
 
 
 def _list_parts(memory: Path) -> list[tuple[str, str, str]]:

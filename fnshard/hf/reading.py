@@ -41,7 +41,10 @@ SHOWN = 40  # how many lines an error has at most for each kind of problem
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in an open file, which is mapped: `data[slices]` is a view of it."""
+    """A tensor of a saved model.
+
+    `data[slices]` reads a part of it: a view if the file is mapped, a copy if it is put together of pieces.
+    """
 
     file: str
     data: Any
@@ -238,7 +241,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return read_json(file) if file.exists() else {}
 
 
-def check_directory(path: Path, specs: Mapping[str, LayoutSpec], model: nn.Module) -> None:
+def check_model_directory(path: Path, specs: Mapping[str, LayoutSpec], model: nn.Module) -> None:
     """Check, by the headers of a model directory's files alone, that there is a tensor for each leaf.
 
     Raises:
@@ -246,7 +249,8 @@ def check_directory(path: Path, specs: Mapping[str, LayoutSpec], model: nn.Modul
     """
     family = family_of(read_config(path), model, specs)
     with open_tensors(path) as files:
-        match_tensors(specs, stack_experts(files, family), None, family, model, {}, ())
+        tensors = stack_experts(files, family)
+        match_tensors(specs, tensors, names=None, family=family, model=model, missing={}, ignore=())
 
 
 @dataclass(frozen=True)
@@ -263,7 +267,7 @@ class LeafSource:
         return self.saved.shape[::-1] if self.transposed else self.saved.shape
 
     def read(self, slices: Slices) -> Tensor:
-        """Return the leaf's `slices`, as a view of the file."""
+        """Return the leaf's `slices`, read from the file."""
         if self.transposed:
             return self.saved.data[slices[::-1]].t()
         return self.saved.data[slices]
@@ -302,7 +306,10 @@ def match_tensors(
         if named is None and model is not None and not family.saves(path) and path not in missing:
             unsaved.append(path)  # the module makes it: what a file may hold is rounded, or of another length
             continue
-        candidates = possible_names(path, family) if named is None else [getattr(named, "name", named)]
+        if named is None:
+            candidates = possible_names(path, family)
+        else:
+            candidates = [named.name if isinstance(named, Transposed) else named]
         name = next((name for name in candidates if name in tensors), None)
         if name is not None:
             sources[path] = LeafSource(name, tensors[name], isinstance(named, Transposed))

@@ -65,7 +65,7 @@ class Programs:
         del self.entries[: -self.size]
 
     def changes(self, key: BatchKey) -> tuple[list[Change], bool]:
-        """Return what differs from the last batch, and whether that is a value that `fn` reads.
+        """Return what differs from the last batch, and whether it is values that `fn` reads, not the batch.
 
         For the first batch there are no changes.
         """
@@ -74,10 +74,10 @@ class Programs:
         baked = latest.program.guard.changes() if latest else []
         if baked or not self.entries:
             return baked, bool(baked)
-        return batch_changes(self.entries[-1][0], key), False
+        return _batch_changes(self.entries[-1][0], key), False
 
     def compare(self, key: BatchKey, lowered: Any) -> str | None:
-        """Return what to warn of before one more step is kept, or None.
+        """Return what to warn of before one more step is kept, or None. There must be an earlier step.
 
         Raises:
             StateError: the step has other collectives than those before. This is found here, on each rank,
@@ -146,9 +146,9 @@ def _list_row_collectives(schedule: Schedule) -> list[str]:
     """
     data_axes = {*schedule.mesh.data_axes}
     issued = [i for i in schedule.instructions if i.lane == COMMUNICATION]
-    splits_rows = [isinstance(i, Exchange) and data_axes.isdisjoint(i.axes_of(schedule)) for i in issued]
+    is_left_out = [isinstance(i, Exchange) and data_axes.isdisjoint(i.axes_of(schedule)) for i in issued]
     texts = schedule.communication()
-    return [text for text, is_left_out in zip(texts, splits_rows, strict=True) if not is_left_out]
+    return [text for text, left_out in zip(texts, is_left_out, strict=True) if not left_out]
 
 
 def fits(entry: tuple[BatchKey, Any], key: BatchKey) -> bool:
@@ -156,9 +156,9 @@ def fits(entry: tuple[BatchKey, Any], key: BatchKey) -> bool:
     return entry[0] == key and entry[1].program.guard.holds()
 
 
-def batch_changes(before: BatchKey, key: BatchKey) -> list[Change]:
+def _batch_changes(before: BatchKey, key: BatchKey) -> list[Change]:
     """Return (name, before, now) of the leaves in which two batches differ."""
-    old, new = fold_key(before), fold_key(key)
+    old, new = _fold_key(before), _fold_key(key)
     changes = [
         (n, old.get(n, ABSENT), new.get(n, ABSENT)) for n in {**old, **new} if old.get(n) != new.get(n)
     ]
@@ -166,7 +166,7 @@ def batch_changes(before: BatchKey, key: BatchKey) -> list[Change]:
     return named or [("the batch's structure", *both) for _, *both in changes]
 
 
-def fold_key(key: BatchKey) -> dict[str, Any]:
+def _fold_key(key: BatchKey) -> dict[str, Any]:
     """Return a key as a dict by name, in which a list of numbers is one leaf."""
     return fold_lists(dict(key), lambda leaf: isinstance(leaf, Constant) and leaf.is_number)
 

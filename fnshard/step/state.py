@@ -79,11 +79,11 @@ class TrainState:
         step: the number of steps made, including those that dynamic loss scaling skipped: 0-d int64 on the
             host.
         params: the parameter tree of stored shards (padded blocks, see `LayoutSpec.storage`).
-        opt_state: `{path: {slot: block}}`, in `LayoutSpec.optimizer`; "master" is the copy in
+        opt_state: `{path: {slot: block}}`, laid out by `LayoutSpec.optimizer`; "master" is the copy in
             `optimizer_dtype` where that differs from storage. Slots of a complex leaf are real, [..., 2].
         loss_scale: `{"scale": 0-d fp32, "good_steps": 0-d int64, "skipped_steps": 0-d int64}` where the
             scale is dynamic, else empty.
-        seed: the seed, 0-d int64; random ops draw from (seed, step, rank, micro-batch).
+        seed: the seed, 0-d int64; random ops draw from (seed, step, data rank, micro-batch).
         where: the spec tree and the mesh by which the tensors are laid out, if they are known (`step.init`
             knows them): a checkpoint then needs neither as an argument.
         data: the position in the data that was saved with the state, if it was restored.

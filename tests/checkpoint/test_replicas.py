@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -159,3 +160,30 @@ def test_memory_that_is_not_there_or_too_small(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(replicas, "control_groups", lambda: [(1000, 900)])
     with raises(CheckpointError, fix=["fewer copies", "/dev/shm"], says="GB"):
         fs.checkpoint.Replicas(step, tmp_path).start(saved.make_known(step))
+    (tmp_path / "file").touch()
+    with raises(CheckpointError, leaves=str(tmp_path / "file" / "in"), fix="folder"):
+        fs.checkpoint.Replicas(step, tmp_path / "file" / "in")
+
+
+def keep_beside(rank: int, folder: str) -> list[str]:
+    """Keep two states in a folder of the user's, which is made, and return what is in it before the close."""
+    step = saved.step_of("zero1", "fp32", fs.make_mesh(shard=2, device="cpu"))
+    kept = fs.checkpoint.Replicas(step, Path(folder))
+    (Path(folder) / "mine").mkdir(exist_ok=True)
+    (Path(folder) / "mine" / "notes.txt").touch()
+    kept.start(saved.make_known(step))
+    for number in (5, 6, 7):
+        kept.save(saved.make_known(step, number))
+    kept.wait()
+    dist.barrier()
+    names = sorted(os.listdir(folder))
+    dist.barrier()
+    kept.close()
+    return names
+
+
+def test_in_a_folder_of_the_users_only_replicas_are_removed(ranks: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    names = ranks(2).run(keep_beside, str(folder))
+    assert [len(each) for each in names] == [3, 3]  # two saves, and the user's
+    assert [str(path.relative_to(folder)) for path in sorted(folder.rglob("*"))] == ["mine", "mine/notes.txt"]

@@ -19,7 +19,7 @@ from fnshard import ScheduleError
 from fnshard.compiler.kernels import split
 from fnshard.compiler.kernels.derived_values import Derived
 
-WIDE = 32  # a row is much smaller than its leaf
+WIDE = 32  # a row is over 16 times smaller than its leaf, so that it may cross
 BLOCKS = 3
 
 
@@ -101,7 +101,7 @@ SHAPED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of a leaf [WIDE, WI
 
 
 @pytest.mark.suite({
-    "zeros_like": "made",
+    "zeros_like": "values that are made in the shape of an activation",
 })  # fmt: skip
 @pytest.mark.parametrize("kind", SHAPED)
 def test_values_of_leaves_in_the_shape_of_an_activation(kind: str) -> None:
@@ -154,22 +154,22 @@ def running_average(p: Any, x: Tensor) -> Tensor:
     "parts_of_a_cat-1": "parts of one value",
 })  # fmt: skip
 @pytest.mark.parametrize(
-    ("layers", "gathers"),
+    ("layers", "gathers_per_unit"),
     # Each unit forward and backward; what the average is made of is read again by its second block.
     [(product_of_two, 2), (parts_of_a_cat, 1), (running_average, 2)],
 )
-def test_values_of_several_units(layers: Callable[..., Tensor], gathers: int) -> None:
+def test_values_of_several_units(layers: Callable[..., Tensor], gathers_per_unit: int) -> None:
     """They cross as activations do: to make them again would gather all those units again."""
 
     def fn(p: Any, x: Tensor) -> Tensor:
         return layers(p, x).square().sum(-1).mean()
 
     low = lower(fn, params(4), batch(), ranks=2)
-    assert low.schedule.counts()["gather"] <= gathers * 4 + 1
+    assert low.schedule.counts()["gather"] <= gathers_per_unit * 4 + 1
     assert_same_everywhere(fn, params(4), batch())
 
 
-def test_views_of_values_of_several_units_are_no_terms_of_one() -> None:
+def test_a_view_of_a_value_of_several_units_is_no_small_value_of_one() -> None:
     def fn(p: Any, x: Tensor) -> Tensor:
         norms = torch.stack([w.norm() for w in p.values()])
         for w in p.values():

@@ -300,6 +300,25 @@ def test_what_fn_writes_itself_is_its_own() -> None:
     assert seen["calls"] == 2
 
 
+def test_what_lies_beside_what_fn_writes_is_guarded() -> None:
+    """An item that `fn` counts up leaves its neighbours guarded; a list that it appends to is its own."""
+    cfg: dict[str, Any] = {"calls": 0, "beta": 1.0, "seen": [0.0], "table": [1.0]}
+
+    def fn(p: Any, x: Tensor) -> Tensor:
+        cfg["calls"] += 1
+        cfg["seen"].append(0.0)
+        return scaled(p, x, cfg["beta"] * cfg["table"][0])
+
+    step = make(fn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_plain(step, fn)
+        for change in ({"beta": 5.0}, {"table": [2.0]}):
+            cfg.update(change)
+            with traces(step, 1):
+                assert_plain(step, fn)
+
+
 def test_a_tensor_is_read_where_it_is_and_its_copy_on_another_device_is_not() -> None:
     table = torch.ones(WIDTH, dtype=torch.float64)
     fn = lambda p, x: scaled(p, x, table)  # noqa: E731

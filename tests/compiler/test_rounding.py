@@ -55,7 +55,7 @@ def draws(wide: torch.dtype, forms: int = len(FORMS)) -> tuple[dict[str, Tensor]
 
 
 @pytest.mark.suite({
-    "torch.float32-torch.bfloat16-eager": "eager",
+    "torch.float32-torch.bfloat16-eager": "the row without a compiler",
 })  # fmt: skip
 @pytest.mark.parametrize(
     ("wide", "narrow", "backend"),

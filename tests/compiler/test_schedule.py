@@ -71,8 +71,8 @@ def test_bytes_are_exact(world: int) -> None:
 def test_bytes_of_uneven_leaves_count_their_padding() -> None:
     params = {"a.w": torch.zeros(7, 5), "b.w": torch.zeros(5, 3)}
     low = lower(lambda p, x: (x @ p["a.w"] @ p["b.w"]).sum(), params, torch.zeros(2, 7), ranks=4)
-    rows_a, rows_b = 2 * 5, 5 * 1  # of 7 x 5 by rows: padded to 8; of 5 x 3: 3 -> 4 columns pad least
-    assert low.comm_analysis()["reduce_scatter"] == {"count": 2, "bytes": 4 * 4 * (rows_a + rows_b)}
+    numel_a, numel_b = 2 * 5, 5 * 1  # of 7 x 5 by rows: padded to 8; of 5 x 3: 3 -> 4 columns pad least
+    assert low.comm_analysis()["reduce_scatter"] == {"count": 2, "bytes": 4 * 4 * (numel_a + numel_b)}
 
 
 # ------------------------------------------------------------------ presets: what is resident, what moves
@@ -157,7 +157,7 @@ def most_alive(plan: Schedule, phase: str) -> int:
 
 @pytest.mark.parametrize(
     ("depth", "forward", "backward"),
-    # The last unit's leaves stay from the forward: one more than the depth.
+    # The unit that runs, and `depth` units ahead of it.
     [(0, 1, 1), (1, 2, 2), (3, 4, 4), ((3, 0), 4, 1)],
 )
 def test_prefetch_depth_bounds_what_is_alive(depth: Any, forward: int, backward: int) -> None:
@@ -182,7 +182,7 @@ def test_a_gather_passes_one_tiny_kernel_besides() -> None:
     low = lower(scaled, params, torch.ones(4, 64))
     order = [(i.verb, i.unit) for i in low.schedule.instructions if isinstance(i, Run | Gather)]
     forward = order[: order.index(("run", "head"))]
-    # One kernel, `middle`, and one more of the two tiny ones.
+    # It passes `middle`, by the depth of 1, and `norm`, which is tiny.
     assert forward.index(("gather", "head")) < forward.index(("run", "norm"))
     assert forward.index(("gather", "head")) > forward.index(("run", "a"))
 
@@ -295,8 +295,8 @@ def test_what_is_updated_in_the_order_of_the_schedule(options: dict[str, Any]) -
     assert lines(low, Update) and not lines(low, OverlappedUpdate)
 
 
-def test_optimizers_that_sum_and_that_do_not_share_a_bucket() -> None:
-    """Leaves of one form are updated together, each form by lines of its own."""
+def test_one_bucket_holds_leaves_of_optimizers_that_sum_and_of_others() -> None:
+    """Leaves of one optimizer and shape are updated by one line."""
     params = {"a.w": torch.ones(16, 8), "a.bias": torch.ones(8), "a.v": torch.ones(16, 8, 8)}
     rules = ("*bias", fs.optim.adamw(1e-3)), ("*v", fs.optim.lars(1e-3)), ("*", fs.optim.adafactor(1e-3))
     low = lower(lambda p, x: (x @ p["a.w"] + p["a.bias"] + p["a.v"].sum()).sum(), params, torch.ones(8, 16),

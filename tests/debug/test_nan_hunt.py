@@ -151,7 +151,7 @@ HUNTS: Mapping[str, tuple[AT, int | type, AT, str, str, str]] = {
 }  # fmt: skip
 
 
-# Of the line of the user's code.
+# What the line of the user's code must hold.
 MARKS = {log_in_the_middle: ".abs().log()", sqrt_at_zero: ".abs().sqrt()", zero_by_zero: "gap / gap"}
 
 

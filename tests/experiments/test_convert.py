@@ -193,6 +193,7 @@ def test_mistakes(tmp_path: Path) -> None:
     for arguments, said in {
         ("a.pt",): {"leaves": "a.pt", "fix": "FROM TO"},
         ("a.pt", "b", "layuot=fsdp"): {"leaves": "layuot=fsdp", "fix": "layout"},
+        ("a.pt", "b", "source=c.pt"): {"leaves": "source=c.pt", "fix": "layout"},
         ("a.pt", "taken"): {"leaves": "taken"},
         ("a.pt", "b", "to=deepspeed"): {"leaves": "to=deepspeed", "says": "fnshard, dcp, hf, torch"},
         ("a.pt", "b", "to=dcp", "layout=mine"): {

@@ -392,6 +392,7 @@ def test_a_damaged_configuration_of_a_model_is_one_error(tmp_path: Path, key: st
         ({"hidden_sizes": [8, 10**9], "unknown": -(10**12)}, ["hidden_sizes[1]", "unknown"]),
         ({"parts": [{"depths": [2, 10**5]}]}, ["parts[0].depths[1]"]),
         # What a base's own file has is no number that makes anything, or says that there are none.
+        ({"eos_token_ids": [[10**9]]}, []),
         ({"eos_token_id": [10**9], "bos_token_id": 10**9, "image_token_index": 10**9, "seed": 10**12}, []),
         ({"rope_theta": 10**9, "rope_parameters": {"rope_theta": 10**9}, "use_cache": True}, []),
         ({"num_local_experts": 0, "num_experts_per_tok": 0, "sliding_window": 0}, []),

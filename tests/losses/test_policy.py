@@ -89,11 +89,11 @@ def test_it_is_the_papers_formula(name: str, correction: str, packed: bool) -> N
     loss, aux = getattr(policy, name)(x, clip=0.1, clip_high=0.15, beta=0.05, correction=how, **more)
     expected = by_hand(name, x, 0.05, 0.1, 0.15, weight)
     assert float(loss.total / loss.count) == pytest.approx(expected, abs=1e-12)
-    counted = int(x.mask.sum()) - 1
-    assert {int(mean.count) for mean in aux.values()} == {counted}
+    token_count = int(x.mask.sum()) - 1
+    assert {int(mean.count) for mean in aux.values()} == {token_count}
     assert (
         set(aux) == {"clip_fraction", "kl", "entropy", "mismatch"}
-        and 0 < float(aux["clip_fraction"].total) < counted
+        and 0 < float(aux["clip_fraction"].total) < token_count
     )
 
 
@@ -149,6 +149,7 @@ def test_advantages_by_groups_and_by_a_value_head() -> None:
     assert not advantages[~mask].any() and not returns[~mask].any()
 
 
+# By name, the loss and its formula; c, r: chosen, rejected; rc, rr: the same by the reference.
 PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
     "dpo": (policy.dpo, lambda c, r, rc, rr: -F.logsigmoid(0.1 * (c - rc - r + rr))),
     "smoothed dpo": (
@@ -266,7 +267,7 @@ def test_means_are_exact_over_ranks_micro_batches_and_axes(name: str, axes: dict
 @pytest.mark.long  # the package takes seconds to import
 @pytest.mark.parametrize("kind", ["grpo", "gspo", "bnpo", "dr_grpo", "dapo"])
 def test_it_is_trls_loss(kind: str) -> None:
-    """TRL counts a row without a token among the sequences, so that no row here is one."""
+    """TRL also counts rows without a token, which this library does not: here every row has one."""
     trl = pytest.importorskip("trl")
     x = inputs_of()
     mask = x.mask & x.sampler.isfinite()

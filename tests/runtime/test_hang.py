@@ -30,8 +30,8 @@ KINDS = {
 }  # the instructions that issue a collective, or wait for it
 
 
-def waits_for_nobody(rank: int, preset: str, transport: str) -> tuple[str, float, str]:
-    """Let rank 1 make one step and rank 0 want two; return what it says, when, and the schedule."""
+def step_without_the_other(rank: int, preset: str, transport: str) -> tuple[str, float, str]:
+    """Let rank 1 make one step and rank 0 two; return rank 0's error, its seconds, and the schedule."""
     model = model_of("gpt")
     mesh = fs.make_mesh(shard=2, device="cpu")
     mesh.connections[TIMEOUT_S] = connect(mesh, timeout=TIMEOUT_S, transport=transport)
@@ -63,7 +63,7 @@ def waits_for_nobody(rank: int, preset: str, transport: str) -> tuple[str, float
     ],
 )
 def test_it_names_the_instruction_the_unit_and_the_rank(ranks: Any, preset: str, transport: str) -> None:
-    message, seconds, schedule = ranks(2).run(waits_for_nobody, preset, transport)[0]
+    message, seconds, schedule = ranks(2).run(step_without_the_other, preset, transport)[0]
     where = re.match(r"line (\d+) of the schedule, (\w+) (\S+) (\w+) (.*?): (\w+) over \(shard\)", message)
     assert where, message
     number, phase, unit, verb, detail, collective = where.groups()

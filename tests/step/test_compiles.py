@@ -74,7 +74,7 @@ def test_traces_of_simulated_ranks_count_once() -> None:
         fs.simulate(mesh, lambda rank: step(step.init(PARAMS), rows()[:2])[0])
 
 
-def test_a_step_that_nobody_watches_runs_its_plain_actions() -> None:
+def test_a_step_that_nobody_watches_has_no_observer() -> None:
     seen: list[ExecutorContext] = []
     plain = runner.bind
 

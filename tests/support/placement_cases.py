@@ -222,7 +222,7 @@ _PRODUCTS = [
     (own.attention_merged.default, f(4, 6, 2), Draw("positive", (4, 6)), f64),
 ]  # fmt: skip
 
-# How attention runs over a sequence that an axis splits: of each rank's queries, keys and values.
+# Attention over a sequence that an axis splits: whole queries, keys and values, which the test cuts.
 SPLIT_ATTENTION = {
     "plain": (f(2, 3, 12, 2), f(2, 3, 12, 2), f(2, 3, 12, 2)),
     "other keys, wide values": (f(2, 3, 12, 2), f(2, 3, 24, 2), f(2, 3, 24, 5)),
@@ -240,7 +240,7 @@ SPLIT_ATTENTION = {
     "added": (f(2, 12, 12, 2), f(2, 12, 12, 2), f(2, 12, 12, 2), Draw("fixed", (12, 12, 12))),
 }  # fmt: skip
 
-_WINDOWS = [
+_LAYERS = [
     (aten.conv1d.default, f(4, 6, 5), f(6, 6, 3), f(6)),
     (aten.conv1d.default, f(4, 6, 5), f(12, 6, 3)),
     (aten.conv2d.default, f(4, 6, 3, 4), f(6, 1, 2, 2), f(6), [1, 1], [0, 0], [1, 1], 6),
@@ -295,7 +295,7 @@ _WINDOWS = [
     (aten._linalg_det.default, f(6, 3, 3)),
 ]  # fmt: skip
 
-_REDUCTIONS = [
+_ALONG_DIMS = [
     (aten.sum.default, f(4, 6)),
     (aten.sum.dim_IntList, f(4, 5, 6), [1]),
     (aten.sum.dim_IntList, f(4, 5, 6), [0, -1], True),
@@ -314,7 +314,7 @@ _REDUCTIONS = [
     (aten.max.default, f(4, 6)),
     (aten.any.default, b(4, 6)),
     (aten.any.dim, b(5, 6), 0),
-    (aten.any.dim, i(1, 5, 6), 0),  # zeros alone: padding must not be one of what is there
+    (aten.any.dim, i(1, 5, 6), 0),  # all zeros: padding that is not zero would make it true
     (aten.any.default, i(1, 5, 6)),
     (aten.all.default, b(4, 6)),
     (aten.all.dim, b(4, 6), 1, True),
@@ -506,7 +506,17 @@ _COMPOSITE = [
 
 @cache
 def cases() -> list[Case]:
-    groups = (_POINTWISE, _PRODUCTS, _WINDOWS, _REDUCTIONS, _LOSSES, _VIEWS, _LOOKUPS, _DRAWS, _COMPOSITE)
+    groups = (
+        _POINTWISE,
+        _PRODUCTS,
+        _LAYERS,
+        _ALONG_DIMS,
+        _LOSSES,
+        _VIEWS,
+        _LOOKUPS,
+        _DRAWS,
+        _COMPOSITE,
+    )
     return [case(*row) for group in groups for row in group]
 
 

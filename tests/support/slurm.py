@@ -1,6 +1,6 @@
 """A stand-in for SLURM on one machine: `sbatch`, `srun`, `sacct`, `scancel`, as submitit calls them.
 
-Jobs start at once in the background; a task of a step is a process here, with the variables of SLURM's.
+Jobs start at once in the background; each task of `srun` is a process here, with SLURM's variables.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def options_of(script):
 def sbatch(path):
     options = options_of(Path(path).read_text())
     STATE.mkdir(exist_ok=True)
-    number = 100 + len(list(STATE.glob("*.sbatch")))
+    number = 100 * (1 + len(list(STATE.glob("*.sbatch"))))  # room for the tasks of an array
     (STATE / f"{number}.sbatch").write_text(Path(path).read_text())
     last = options.get("array", "").partition("%")[0].rpartition("-")[2]
     for task in range(int(last) + 1) if last else [None]:
@@ -81,7 +81,7 @@ globals()[name](*arguments)
 
 
 def install(folder: Path) -> Path:
-    """Write the programs to a folder; give it, for the front of a PATH."""
+    """Write the programs to a folder, and return it, to be put first in PATH."""
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / "slurm.py"
     program.write_text(PROGRAM)

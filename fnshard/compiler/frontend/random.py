@@ -45,8 +45,8 @@ def _draw_bits(
         for size, stride in zip(shape, strides, strict=True):
             along = torch.arange(size, dtype=torch.int64, device=key.device) * stride
             index = index.unsqueeze(-1) + along
-    # Consecutive counters from a well-mixed key: the finaliser alone decorrelates them. (No constant
-    # factor on the index: Inductor would fold it into an index expression that overflows.)
+    # Consecutive counters from a well-mixed key: the finaliser alone decorrelates them. (A large constant
+    # factor, as `GOLDEN`, is not needed: Inductor would fold it into an index expression that overflows.)
     return mix(key + (index * streams + stream))
 
 
@@ -56,8 +56,8 @@ def _draw_unit(
 ) -> Tensor:  # fmt: skip
     """Draw multiples of 2^-digits in [0, 1), exact in `dtype`; half types are returned in fp32."""
     digits = _DIGITS[dtype]
-    wide = torch.promote_types(dtype, torch.float32)
-    return shift(_draw_bits(key, shape, stream, strides=strides), 64 - digits).to(wide) * 2.0**-digits
+    wide_dtype = torch.promote_types(dtype, torch.float32)
+    return shift(_draw_bits(key, shape, stream, strides=strides), 64 - digits).to(wide_dtype) * 2.0**-digits
 
 
 def _draw_complex(draw: Callable[..., Tensor], key: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
@@ -80,19 +80,19 @@ def _normal(key: Tensor, shape: list[int], dtype: torch.dtype, mean: float = 0.0
     """Draw normal numbers."""
     if dtype.is_complex:
         return _draw_complex(_normal, key, shape, dtype) * (std * 0.5**0.5) + mean
-    wide = torch.promote_types(dtype, torch.float32)
-    u1 = 1.0 - _draw_unit(key, shape, 0, wide)  # in (0, 1]: its log is finite
-    u2 = _draw_unit(key, shape, 1, wide)
+    wide_dtype = torch.promote_types(dtype, torch.float32)
+    u1 = 1.0 - _draw_unit(key, shape, 0, wide_dtype)  # in (0, 1]: its log is finite
+    u2 = _draw_unit(key, shape, 1, wide_dtype)
     value = torch.sqrt(-2.0 * torch.log(u1)) * torch.cos(2.0 * math.pi * u2)  # Box & Muller 1958
     return (value if (mean, std) == (0.0, 1.0) else value * std + mean).to(dtype)
 
 
 def _exponential(key: Tensor, shape: list[int], dtype: torch.dtype, rate: float) -> Tensor:
     """Draw exponential numbers, by inverting the distribution function."""
-    wide = torch.promote_types(dtype, torch.float32)
-    value = -torch.log(1.0 - _draw_unit(key, shape, 0, wide))
+    wide_dtype = torch.promote_types(dtype, torch.float32)
+    value = -torch.log(1.0 - _draw_unit(key, shape, 0, wide_dtype))
     # A draw of 0 counts as half of the smallest step.
-    value = value.clamp(min=0.5 ** (_DIGITS[wide] + 1)) / rate
+    value = value.clamp(min=0.5 ** (_DIGITS[wide_dtype] + 1)) / rate
     return value.clamp(min=torch.finfo(dtype).tiny).to(dtype)  # never zero, as in torch: users take its log
 
 
@@ -137,7 +137,7 @@ def _dropout(
     return x * keep.to(x.dtype) * (1.0 / (1.0 - p))  # a factor in x's dtype would be rounded before
 
 
-def dropout_factors(x: Tensor, key: Tensor, p: float, strides: Strides = None) -> Tensor:
+def _dropout_factors(x: Tensor, key: Tensor, p: float, strides: Strides = None) -> Tensor:
     """Return the factors by which dropout multiplies `x`: 0 or 1 / (1 - p)."""
     return _dropout(torch.ones_like(x), key, p, strides)
 
@@ -177,7 +177,7 @@ def _bernoulli(
 # that any block of it can be made by itself, and drawn again in the backward: no tensor is [T, S].
 
 BLOCK_BYTES = 1 << 24  # the scores of one block; their random bits take several times as many
-LONG = 1 << 20  # from so many scores of a row and head on, attention works block by block
+LONG = 1 << 20  # with at least so many scores of one batch row and head, attention works block by block
 
 
 def attention_like(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -300,7 +300,7 @@ def _compute_shares(scores: Tensor, lse: Tensor) -> Tensor:
 
 def _draw_factors(shares: Tensor, draw: Tensor, p: float, strides: list[int], rows: slice) -> Tensor:
     """Return dropout's factors for a slice of queries: in the whole draw they begin at its first element."""
-    return dropout_factors(shares, key_at(draw, rows.start * strides[-2]), p, strides)
+    return _dropout_factors(shares, key_at(draw, rows.start * strides[-2]), p, strides)
 
 
 # ------------------------------------------------------------------ the op of a program
@@ -331,7 +331,7 @@ def _attention(q, k, v, mask, key, p, is_causal, scale, enable_gqa, strides=None
         shares = torch.softmax(scores.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
     else:
         shares = torch.softmax(scores, -1)
-    return (shares * dropout_factors(shares, key, p, strides)) @ v
+    return (shares * _dropout_factors(shares, key, p, strides)) @ v
 
 
 for _schema, _impl in {
@@ -353,10 +353,13 @@ for _schema, _impl in {
 ops = torch.ops.fnshard
 
 
-def derive_keys(seed: int, step: int, rank: int, micro: int, count: int) -> Tensor:
-    """Return int64[count] on the host: a key for each random op, a function of the arguments alone."""
+def derive_keys(seed: int, step: int, data_rank: int, micro: int, count: int) -> Tensor:
+    """Return int64[count] on the host: a key for each random op, a function of the arguments alone.
+
+    Ranks that split the same rows have one data rank, and draw from the same keys.
+    """
     # Each number is mixed into the key of those before it, so that (1, 2) and (2, 1) have different keys.
-    numbers = torch.tensor([seed, step, rank, micro], dtype=torch.int64)
+    numbers = torch.tensor([seed, step, data_rank, micro], dtype=torch.int64)
     key = torch.tensor(0, dtype=torch.int64)
     for part in numbers:
         key = mix(key * GOLDEN + part + 1)

@@ -41,7 +41,7 @@ def check_constants(constants: Mapping[str, Tensor]) -> None:
             "torch.enable_grad() and from detached inputs.",
         )
 
-    # Sparse, nested and other unusual tensors cannot be cut.
+    # Sparse, nested and other unusual tensors have no strides, and cannot be computed with.
     kinds = [tree.unusual(v) or ("a conjugated view" if v.is_conj() else "") for v in constants.values()]
     odd = [kind for kind in kinds if kind]
     if odd:
@@ -63,7 +63,7 @@ def check_constants(constants: Mapping[str, Tensor]) -> None:
 
 
 def check_program(program: Program, specs: Mapping[str, LayoutSpec], differentiate: bool) -> None:
-    """Refuse a program that cannot be cut, differentiated or stored."""
+    """Refuse a program with unusual tensors, forbidden writes, or a loss that cannot be differentiated."""
     values = ((n, n.meta.get("val")) for n in program.graph.nodes)
     odd = [
         (n, f"{n.target}, {tree.unusual(v)}") for n, v in values if isinstance(v, Tensor) and tree.unusual(v)

@@ -114,8 +114,9 @@ def trace(
             traced = stage(source, traced)
 
         # Before each later step the guard checks whether anything that `fn` read has changed.
-        tensors = traced.closed_over, traced.copied
-        guard = Guard(source.runs, surroundings.reached, surroundings.written, *tensors)
+        guard = Guard(
+            source.runs, surroundings.reached, surroundings.written, traced.closed_over, traced.copied
+        )
         return replace(traced.program, guard=guard, rows=_count_rows(source.batch))
 
 

@@ -182,16 +182,24 @@ class Guard:
     Args:
         reached: all that `fn` could reach before the trace.
         written: the paths that `fn` itself has written to, which may change.
-        closed_over: the tensors that the program reads where they are, and those that it has copied.
+        in_place: the tensors that the program reads where they are.
+        copied: the tensors that it has copied.
     """
 
-    def __init__(self, fn: Any, reached: Reachable, written: Iterable[str], *closed_over: Iterable[Tensor]):
+    def __init__(
+        self,
+        fn: Any,
+        reached: Reachable,
+        written: Iterable[str],
+        in_place: Iterable[Tensor],
+        copied: Iterable[Tensor],
+    ):
         self._fn, self._written = fn, frozenset(written)
         self._written_prefixes = tuple(path + end for path in self._written for end in ".[")
 
         # A tensor that the program reads in place must stay where it is, and a copied one must not be written
         # to. All other tensors keep only shape and dtype.
-        storages = dict(zip(("data_ptr", "_version"), map(_find_storages, closed_over), strict=True))
+        storages = {"data_ptr": _find_storages(in_place), "_version": _find_storages(copied)}
         self._facts = {}
         for key, fact in _FACTS.items():
             tensors = dict(reached.tensors)
@@ -284,11 +292,14 @@ def changes(before: Mapping[str, Entry], now: Mapping[str, Entry]) -> list[Chang
 
 def find_written(before: Reachable, now: Reachable) -> Iterator[str]:
     """Yield the paths that were written to; if a container gained or lost members, the container's path."""
-    for path, then, _ in changes(before.entries, now.entries):
-        walk = now if then is ABSENT else before
-        owner, key, _ = walk.entries[path]
-        _, holder = walk.containers.get(id(owner), (None, ""))
-        yield holder if path == _format_item(holder, key) else path
+    for path, then, value in changes(before.entries, now.entries):
+        yield path
+        if then is ABSENT or value is ABSENT:
+            walk = now if then is ABSENT else before
+            owner, key, _ = walk.entries[path]
+            _, holder = walk.containers.get(id(owner), (None, ""))
+            if path == _format_item(holder, key):
+                yield holder
 
 
 def _is_alike(then: Any, now: Any) -> bool:

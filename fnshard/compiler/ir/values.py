@@ -30,7 +30,7 @@ class Kind(StrEnum):
     REDUCED = "r:"  # a bucket's gradients, summed over ranks
     ACCUMULATED = "a:"  # a bucket's whole gradients, summed over micro-batches
     NORMS = "n:"  # of a bucket's gradients
-    UPDATED = "u:"  # what one stretch of an update passes to the next, by path and name
+    UPDATED = "u:"  # what one stretch of a bucket's update passes to the next; its path is the bucket's name
     FLIGHT = "~"  # a collective or transfer in flight, which nothing has waited for yet
     HOST = "h:"  # a copy on the host
     LOADED = "t:"  # a copy on the device of what is kept on the host or on disk
@@ -86,7 +86,7 @@ class ValueName(str):
     def is_pooled(self) -> bool:
         """Return whether the value is in a buffer of the host's pool, which transfers reuse when it is free.
 
-        All copies on the host do, except master parameters, which are the slot's own memory.
+        All copies on the host are, except `h:s:path`: it is the memory of the leaf's master slot.
         """
         return self.kind is Kind.HOST and self.source.kind is not Kind.STORED
 
@@ -96,14 +96,17 @@ class ValueName(str):
         return self.path if self.original.kind in _OF_LEAVES else ""
 
     def of(self, micro: int | None, version: str = "") -> ValueName:
-        """Return the name of the same thing in a micro-batch, or in another version."""
+        """Return the name of the same thing in a micro-batch, or in another version; a copy has none."""
         return ValueName(self.kind, self.path, version, micro=micro)
 
     def on_host(self) -> ValueName:
         return ValueName(Kind.HOST, self.path, source=self)
 
     def on_device(self, number: int) -> ValueName:
-        """Return the name of a copy on the device, of this or of the original that it is a copy of."""
+        """Return the name of a copy on the device, of this or of the original that it is a copy of.
+
+        The number tells loads of one value apart. It is no micro-batch, though it is printed as `#3`, too.
+        """
         return ValueName(Kind.LOADED, self.path, f"#{number}", source=self.original)
 
     def is_copy(self, kind: Kind, *of: Kind) -> bool:

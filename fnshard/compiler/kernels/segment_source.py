@@ -47,7 +47,7 @@ class Source:
     code: str
 
     def __call__(self, *args: Tensor) -> tuple[Any, ...]:
-        """Run the composite graph, each node in the autocast mode it was traced in."""
+        """Run the graph, whose ops are not decomposed yet, each in the autocast mode it was traced in."""
         return replay(self.graph, args)
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""Check a placed program against its types. A fault that is found here would train, and train wrong.
+"""Check a placed program against the recorded placements. A fault that is found here would train wrong.
 
 The walk of `place` records the placement of each value and the strategy of each op. This module reads the
-graph that the walk has written, and derives the types again: whether an op's rule has its strategy, what the
+graph that the walk has written, and checks them again: whether an op's rule has its strategy, what the
 op reads, which exchange turns one placement into another, and how large each rank's part is.
 """
 
@@ -48,7 +48,8 @@ class Record:
         values: the placement and the whole (fake) value of each node.
         calls: each op with its strategy, the nodes that it reads and its own node.
         conversions: node, result, and both placements.
-        results: for each output whether ranks sum it, its value's node, the returned node and its placement.
+        results: for each output whether ranks sum it, its value's node, the returned node, and the placement
+            that this must have, unless it is a part of a sum.
     """
 
     axis: str
@@ -138,7 +139,7 @@ class Record:
                     yield f"{node}: {placement} of {full_shape} is {list(expected)}, not {actual}"
 
     def _check_results(self, outputs: Sequence[fx.Node]) -> Iterator[str]:
-        """Yield results that are not whole, not parts times the number of ranks, and not as their leaf."""
+        """Yield results that are neither placed as is due, nor parts of a sum times the number of ranks."""
         for (summed, source, result, due), returned in zip(self.results, outputs, strict=True):
             placement = self.values[source][0]
             if result is not returned:

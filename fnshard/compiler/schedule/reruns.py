@@ -40,8 +40,8 @@ def plan_rerun(
 ) -> Rerun:
     """Find out what has to run again, so that the backward of a unit can read it.
 
-    Values that other units read are kept for these, and so are the results of exchanges between rows that
-    `fn` itself asks for (`fs.psum`).
+    Values that other units read are kept for these, and so are the results of exchanges over data axes that
+    `fn` itself asks for (`fs.psum`). Exchanges of rows with experts run again with what they are between.
 
     Args:
         kernels: the kernel of each segment.
@@ -49,24 +49,23 @@ def plan_rerun(
         data_axes: the axes over which rows are split.
     """
 
-    def is_between_rows(each: Exchanged) -> bool:
+    def is_over_data_axes(each: Exchanged) -> bool:
         return each.kind != "all_to_all" and not data_axes.isdisjoint(each.axes)
 
-    # What is kept: what other units read or send on, and what `fn` itself exchanges between rows.
+    # What is kept: what other units read or send on, and what `fn` itself exchanges over data axes.
     after, own = segments.exchanges_after(), {segment.index for segment in unit}
     kept = {n for segment in segments.segments if segment.index not in own for n in segment.inputs}
     kept |= {each.sent for each in segments.exchanges if each.after not in own}
-    kept |= {e.received for index in own for e in after[index] if is_between_rows(e)}
+    kept |= {e.received for index in own for e in after[index] if is_over_data_axes(e)}
 
-    # What the backward reads, and then, from the end, what that is made of.
+    # What the backward reads, and its half for weight gradients if it is apart.
     wanted: set[ValueName] = set()
     runs: set[int] = set()
     exchanges: set[ValueName] = set()
-    # A saved value exists only once its segment has run.
     for segment in unit:
         halves = kernels[segment.index].halves.values() if segment.index in active else ()
         for ref in (ref for half in halves for ref in half.inputs):
-            if ref.kind == "saved":
+            if ref.kind == "saved":  # it exists only once its segment has run
                 runs.add(segment.index)
             elif ref.kind in ("input", "output"):
                 names = segment.inputs if ref.kind == "input" else segment.outputs
