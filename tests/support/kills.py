@@ -413,11 +413,14 @@ def unlike(unbroken: Path, broken: Path, equal: Sequence[str]) -> list[str]:
     """Return in what two finished runs differ that should be equal."""
     names = [{path.name for path in run.iterdir()} for run in (unbroken, broken)]
     wrong = [*differences(unbroken, broken), *(f"{name} is missing" for name in sorted(names[0] - names[1]))]
-    wrong += [f"{name} was not made" for name in equal if name not in names[0]]
-    files = [name for name in equal if name in names[0] & names[1]]
-    return wrong + [
-        f"{name} differs" for name in files if (unbroken / name).read_bytes() != (broken / name).read_bytes()
-    ]
+    # Files that have to be equal may lie in folders of the run.
+    for name in equal:
+        both = [run / name for run in (unbroken, broken)]
+        if not all(path.exists() for path in both):
+            wrong.append(f"{name} was not made")
+        elif both[0].read_bytes() != both[1].read_bytes():
+            wrong.append(f"{name} differs")
+    return wrong
 
 
 def gone(pids: Iterable[int], seconds: float) -> bool:
