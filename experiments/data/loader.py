@@ -84,9 +84,10 @@ class Loader:
         Raises:
             ValueError: it is the state of a loader that drew other batches.
         """
-        mine = self.state_dict()
         if not isinstance(state, Mapping):
             raise ValueError(f"a loader's state is a mapping, not a {type(state).__name__}.")
+        # A state says how often a batch is repeated only if it is.
+        mine, state = {"repeat": 1, **self.state_dict()}, {"repeat": 1, **state}
         if set(state) != set(mine):
             raise ValueError(f"a loader's state has the keys {sorted(mine)}; got {sorted(state)}.")
         # All but the step has to be equal, since the batches depend on it.

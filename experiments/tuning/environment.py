@@ -9,8 +9,8 @@
 
 `prompt` is the record, as rewards are given it (`tuning.rewards`). Each rollout has a thread, and waits in
 `ask` until all others wait there too, have ended or failed, so that the model answers all of them at once.
-Each answer is learned after the very tokens that the model was shown, since nothing is tokenised a second
-time.
+Each turn is a row of its own to learn from: the tokens that the model was shown, and those that it drew. Only
+the next prompt tokenises the talk again.
 """
 
 from __future__ import annotations

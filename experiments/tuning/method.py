@@ -80,7 +80,10 @@ class Tuning:
         return _select_part(fn, self.models[0])
 
     def reference(self, fn: Fn) -> Fn:
-        """Make `fn(the model's leaves, ...)` a function of the tree, with the model as it was."""
+        """Make `fn(the model's leaves, ...)` a function of the tree, with the model as it was.
+
+        Without a frozen copy that is the tuned model, and objectives that need no reference do not call it.
+        """
         return _select_part(fn, self.models[-1])
 
     def specs(self, mesh: fs.Mesh, precision: PrecisionConfig, preset: Fn, **policy: Any) -> Any:

@@ -166,11 +166,18 @@ def test_what_cannot_be_predicted_says_why():
     assert "Fix: data.rows=4" in uneven.error and "experiments.explain" in uneven.command
 
 
-def test_code_of_ones_own_does_not_run_before_it_is_started():
-    """The settings may come from the folder of somebody else's run."""
-    found = prediction.predict(Draft(more="optimizer._target_=os.system optimizer.command=false"), "cpu")
-    assert "optimizer._target_=os.system" in found.error and "Fix: the command below" in found.error
+@pytest.mark.parametrize("target", ["os.mkdir", "fnshard.launcher.rank.os.mkdir"])
+def test_code_of_ones_own_does_not_run_before_it_is_started(target, tmp_path):
+    """The settings may come from the folder of somebody else's run; a module of ours may import another."""
+    made = tmp_path / "made"
+    found = prediction.predict(Draft(more=f"optimizer._target_={target} optimizer.path={made}"), "cpu")
+    assert not made.exists()
+    assert f"optimizer._target_={target}" in found.error and "Fix: the command below" in found.error
     assert "experiments.explain" in found.command
+
+
+def test_optimizers_of_the_library_are_predicted():
+    assert prediction.predict(Draft("train", {"optimizer": "muon"}), "h100").error == ""
 
 
 def answer_in_time(draft: Draft, _: str) -> Prediction:
