@@ -84,8 +84,8 @@ def predict(draft: Draft, hardware: str) -> Prediction:
             return Prediction(error="\n".join(form.problems))
         arguments = explain_arguments(draft, form.config, precision_of(form), hardware)
         command = command_line("explain", arguments)
-        # The settings may be those of somebody else's run, whose code runs only when a person starts it. Names
-        # are compared whole: one that begins with this library may end in a module that the library imports.
+        # The settings may be those of somebody else's run, whose code runs only when a person starts it.
+        # Names are compared whole: one that begins with this library may end in a module that it imports.
         ours = {f"fnshard.optim.{name}" for name in fs.optim.__all__}
         targets = targets_in(asdict(form.config))
         foreign = [target for target in targets if target.partition("_target_=")[2] not in ours]
