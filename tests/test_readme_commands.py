@@ -229,7 +229,7 @@ TABLE = {
     "python -m experiments.explain model=70b strategy=full_shard mesh.shard=1024 hardware=h100": PAPER,
     "python -m experiments.explain model=70b mesh.shard=32 mesh.context=4 mesh.tensor=8 strategy=full_shard_remat": PAPER,
     "python -m experiments.explain model=7b strategy=auto mesh.shard=8 data.rows=32 run.device_gb=24 hardware=a100": PAPER,
-    "python -m experiments.explain model=70b mesh.pipeline=8 mesh.tensor=8 mesh.shard=1 strategy=shard_grad_op strategy.chunks=2 run.accumulate=16": PAPER,
+    "python -m experiments.explain model=70b mesh.pipeline=8 mesh.tensor=8 mesh.shard=1 strategy=shard_grad_op strategy.chunks=2 run.accumulate=16": Row("model.layers=16"),
     "python -m experiments.explain run=outputs/2030-01-31/12-00-00": Row(quick=True),
     "python -m experiments.explain hardware=measured:outputs/2030-01-31": PAPER,
     "python -m experiments.plan model=70b devices=64": (
@@ -300,6 +300,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "/models/llama": f"{home}/llama", "[RUN_DIR/model": f"[{home}/judge", "/text": f"{home}/text", "/more/": f"{home}/more/",
         "/models/qwen2.5-vl": f"{home}/qwen2.5-vl", "images.jsonl": str(images), "/fast/disk": f"{home}/disk", "mine.jsonl": str(mine), "pairs.jsonl": str(pairs),
         "convert FROM": f"convert {home}/weights.pt", "data.root=shards": f"data.root={home}/shards", "RUN_DIR...": f"{home}/{run}", "run=RUN_DIR": f"run={home}/{run}",
+        "=experiments/examples": f"={ROOT}/experiments/examples",
         "multirun/2030": f"{home}/multirun/2030", "outputs/2030": f"{home}/outputs/2030",
     }  # fmt: skip
 
