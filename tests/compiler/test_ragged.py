@@ -134,6 +134,15 @@ def repeated(p: Params, x: Tensor) -> Tensor:
     return rows.square().mean()
 
 
+def broadcast(p: Params, x: Tensor) -> Tensor:
+    """Select columns of rows that a mask chooses, and repeat each row as often as one number says."""
+    rows = hidden(p, x)[x[:, 0] > 0]
+    columns = torch.masked_select(rows.T, (x[0] > 0)[:, None])
+    twice = fs.bounded(hidden(p, x).repeat_interleave((x[:1, 0] > 0).long() + 1, 0), 2 * len(x))
+    normalized = F.layer_norm(rows, (rows.shape[1],))
+    return columns.square().sum() + twice.square().sum() + normalized.pow(3).sum() + rows.norm(3)
+
+
 def class_means(p: Params, x: Tensor) -> Tensor:
     """Average rows that a mask chooses; in some slices of the batch it chooses none."""
     h, label = hidden(p, x), (10 * x[:, 1].abs()).long() % 3
@@ -193,7 +202,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, score_mod: Fn, mask: Any) -
 
 PROGRAMS = named(
     experts, experts_by_mask, experts_by_sorting, statistics, losses, joined, products,
-    nested, scattered, unique_rows, repeated, class_means, nothing, inside_a_transform, counted,
+    nested, scattered, unique_rows, repeated, broadcast, class_means, nothing, inside_a_transform, counted,
     branches, attention,
 )  # fmt: skip
 TWINS: dict[str, Fn] = {  # what plain torch compiles, in Python
@@ -297,6 +306,16 @@ def test_plain_torch_holds_the_bound_too() -> None:
          "before it is reduced"),
         (lambda p, x: sum(hidden(p, x)[i].sum() for i in x[:, 0].nonzero()), (), "a fixed number"),
         (lambda p, x: x.repeat_interleave(x[:, 0].abs().long(), 0).sum(), "no bound", ()),
+        # Padding would count as a class, in a mean, as a least number, as a position.
+        (lambda p, x: F.cross_entropy(x[:3] @ hidden(p, x)[x[:, 0] > 0].T, torch.zeros(3).long()),
+         ["classes", "log_softmax"], ()),
+        (lambda p, x: F.layer_norm(z := x @ hidden(p, x)[x[:, 0] > 0].T, (z.shape[1],)).sum(),
+         "layer_norm", ()),
+        (lambda p, x: F.rms_norm(z := x @ hidden(p, x)[x[:, 0] > 0].T, (z.shape[1],)).sum(), "rms_norm", ()),
+        (lambda p, x: torch.linalg.vector_norm(hidden(p, x)[x[:, 0] > 0], -1), "negative order", ()),
+        (lambda p, x: hidden(p, x)[x[:, 0] > 0].T.argmax() * p["layers.0.w"].sum(), "positions", ()),
+        (lambda p, x: torch.take_along_dim(hidden(p, x)[x[:, 0] > 0].T, torch.tensor([5, 9])).sum(),
+         "take_along_dim", ()),
         (lambda p, x: torch.cond(x.sum() > 0, lambda z: z[1:], lambda z: z, (x,)).sum(),
          "branches of a torch.cond", "same shapes"),
         (lambda p, x: torch.cond(x.sum() > 0, lambda z: z.mul_(2), torch.clone, (x,)).sum(), "writes to", ()),

@@ -232,7 +232,10 @@ def _nonzero(call: RaggedOp) -> Any:
 
 def _masked_select(call: RaggedOp) -> Tensor:
     """Return the elements of a tensor where a mask that broadcasts to it is True."""
-    value, mask = torch.broadcast_tensors(call["self"], call.fill("mask", False))
+    mask, valid = call.fill("mask", False), call.ragged.valid(call.raw["self"].meta["val"])
+    if valid is not None:  # a mask that broadcasts along a ragged dim selects none of its padding
+        mask = mask & valid
+    value, mask = torch.broadcast_tensors(call["self"], mask)
     needed, (length,) = mask.sum(), call.node.meta["val"].shape
     size = call.ragged.define(call.node, length, needed, mask.numel())
     return _fill_if_empty(call, value.reshape(-1)[_find_positions(mask.reshape(-1), size, needed)], length)
@@ -269,9 +272,16 @@ def _repeat_interleave(call: RaggedOp) -> Tensor:
     repeats = call.fill("repeats", 0).long()
     dim = call.arguments.get("dim")
     lengths = [n for n in call.node.meta["val"].shape if isinstance(n, torch.SymInt)]
-    length, ends = lengths[0] if dim is None else call.node.meta["val"].shape[dim], repeats.cumsum(0)
+    length = lengths[0] if dim is None else call.node.meta["val"].shape[dim]
     if not isinstance(length, torch.SymInt):
         return call.run()
+
+    # One number is the number of all rows.
+    if "self" in call.arguments and repeats.numel() == 1 and not call.dims("repeats"):
+        if call.dims("self"):
+            raise call.make_error("of rows whose number depends on data takes a number for each row")
+        repeats = repeats.expand(call["self"].numel() if dim is None else call["self"].shape[dim])
+    ends = repeats.cumsum(0)
 
     # Entry i is a copy of the row whose end is the first beyond i.
     size = call.ragged.define(call.node, length, ends[-1], None)
@@ -378,6 +388,40 @@ def _make_reduction(fill: Callable[[Tensor], Any]) -> Rule:
     return rule
 
 
+def _norm(call: RaggedOp) -> Any:
+    """Return a norm, in which padding counts as 0; it would be the least of all for a negative order."""
+    order = call.arguments.get("ord", call.arguments.get("p"))
+    if isinstance(order, int | float) and order < 0 and call.dims("self"):
+        raise call.make_error("of a negative order has no rule")
+    return _make_reduction(lambda _: 0)(call)
+
+
+def _argextreme(call: RaggedOp) -> Any:
+    """Return the position of the largest or least number."""
+    _refuse_flat_positions(call)
+    return _make_reduction(_least if call.name == "argmax" else _most)(call)
+
+
+def _take_along_dim(call: RaggedOp) -> Any:
+    """Take entries by their positions along a dim."""
+    _refuse_flat_positions(call)
+    return _make_lookup("indices")(call)
+
+
+def _refuse_flat_positions(call: RaggedOp) -> None:
+    """Refuse positions in a flattened tensor, where padding of a dim that is not the first would count."""
+    if call.arguments.get("dim") is None and call.dims("self").keys() - {0}:
+        raise call.make_error("without a dim counts positions, and a dim that is not the first has padding")
+
+
+def _normalize(call: RaggedOp) -> Any:
+    """Normalise the last dims, of which none may be ragged."""
+    first = call["input"].dim() - len(call["normalized_shape"])
+    if any(dim >= first for dim in call.dims("input")):
+        raise call.make_error("works along a dim whose length depends on data")
+    return call.run()
+
+
 def _moment(call: RaggedOp) -> Tensor:
     """Return the mean, the variance or the standard deviation without padding."""
     dims, shape = _find_reduced_dims(call), call.raw["self"].meta["val"].shape
@@ -416,6 +460,10 @@ def _loss(call: RaggedOp) -> Tensor:
 
 def _cross_entropy(call: RaggedOp) -> Tensor:
     """Return cross entropy, in which padding rows have ignored targets."""
+    # The log-sum-exp over classes would count padding.
+    class_dim = 1 if call["self"].dim() > 1 else 0
+    if call.name == "cross_entropy_loss" and class_dim in call.dims("self"):
+        raise call.make_error("has no rule for classes whose number depends on data: take log_softmax")
     if call["target"].is_floating_point():
         if call["reduction"]:
             raise call.make_error("of probabilities has no rule: take reduction='none', and then the mean")
@@ -536,14 +584,16 @@ _RULES: dict[str, Rule] = {
     "masked_select": _masked_select, "repeat_interleave": _repeat_interleave, "index": _index,
     "index_put": _index_put, "index_add": _index_add,
     **dict.fromkeys(
-        ("sum", "any", "nansum", "count_nonzero", "linalg_vector_norm", "norm"),
-        _make_reduction(lambda _: 0)),
+        ("sum", "any", "nansum", "count_nonzero"), _make_reduction(lambda _: 0)),
+    "linalg_vector_norm": _norm, "norm": _norm,
     **dict.fromkeys(("all", "prod"), _make_reduction(lambda _: 1)),
-    **dict.fromkeys(("max", "amax", "argmax"), _make_reduction(_least)),
-    **dict.fromkeys(("min", "amin", "argmin"), _make_reduction(_most)),
+    **dict.fromkeys(("max", "amax"), _make_reduction(_least)),
+    **dict.fromkeys(("min", "amin"), _make_reduction(_most)),
     **dict.fromkeys(
         ("softmax", "log_softmax", "_softmax", "_log_softmax", "logsumexp"), _make_reduction(_lowest)
     ),
+    "argmax": _argextreme, "argmin": _argextreme,
+    "layer_norm": _normalize, "rms_norm": _normalize,
     "mean": _moment, "var": _moment, "std": _moment,
     **dict.fromkeys(
         ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss",
@@ -561,7 +611,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("conv1d", "conv2d", "group_norm", "masked_scatter"), _run_on_rows),
     **dict.fromkeys(("view", "reshape", "flatten", "_unsafe_view", "view_as", "reshape_as"), _view),
     **dict.fromkeys(("index_select", "gather"), _make_lookup("index")),
-    **dict.fromkeys(("embedding", "take_along_dim"), _make_lookup("indices")),
+    "embedding": _make_lookup("indices"), "take_along_dim": _take_along_dim,
     "cat": _cat, "concat": _cat, "arange": _arange,
     "fill": RaggedOp.run,
     **dict.fromkeys(("full", "full_like", "new_full", "scalar_tensor"), _full),
@@ -571,9 +621,9 @@ _RULES: dict[str, Rule] = {
 _PLAIN = {
     "_assert_tensor_metadata", "_to_copy", "alias", "alpha_dropout", "broadcast_tensors", "broadcast_to",
     "clone", "contiguous", "copy", "cummax", "cummin", "cumprod", "cumsum", "detach", "dropout", "empty",
-    "empty_like", "expand", "expand_as", "feature_dropout", "floor_divide", "grouped_mm", "layer_norm",
+    "empty_like", "expand", "expand_as", "feature_dropout", "floor_divide", "grouped_mm",
     "logcumsumexp", "mT", "movedim", "new_empty", "new_ones", "new_zeros", "numpy_T", "ones", "ones_like",
-    "outer", "permute", "prelu", "rand", "rand_like", "randn", "randn_like", "rms_norm", "rsub", "square",
+    "outer", "permute", "prelu", "rand", "rand_like", "randn", "randn_like", "rsub", "square",
     "squeeze", "stack", "swapaxes", "swapdims", "t", "to", "transpose", "type_as", "unsqueeze", "zero",
     "zeros", "zeros_like",
 }  # fmt: skip
