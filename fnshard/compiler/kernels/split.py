@@ -1,5 +1,7 @@
 """Split: cut a Program into Segments, one for each run between the first uses of two units.
 
+A unit is the leaves that are gathered together, such as those of a layer.
+
 Nodes that are *lazy* (views of a value, and values that depend on the leaves of one unit alone) are copied
 into each segment that reads them, so that they never cross a cut. All others, the *main* nodes, are cut where
 a node first reads a leaf of another unit: between the last read of one unit and the first of the next, where

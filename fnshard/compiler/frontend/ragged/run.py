@@ -2,7 +2,7 @@
 
 Each ATen op that takes or makes ragged dims has a rule: a function that computes the same values and
 gradients on known sizes. Rules are found by the op's name, whatever its overload; an op without one is
-refused.
+refused. `frontend.ragged` says what the size, the count, the values and the padding of such a dim are.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def capture(flat: Callable[..., Any], *inputs: Sequence[Tensor]) -> Callable[...
 
     fakes = [[*map(copy_fake, v)] for v in inputs]
     with source_lines.record(), plain_attention():  # fused kernels ask for lengths; the op stays the same
-        # Differentiable's ops are captured directly: ops that run again have other symbols, without bounds.
+        # Its own graph is captured: a call would run that graph again in this trace, where lengths get new
+        # symbols without bounds.
         if isinstance(flat, Differentiable):
             graph = flat.capture(*fakes)
         else:

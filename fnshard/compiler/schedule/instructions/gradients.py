@@ -91,7 +91,11 @@ def _bind_wait(wait: Wait, context: Context) -> Action:
 class ReduceScatter(OfBucket):
     """The issue of a reduce-scatter, which makes of full gradients this rank's blocks of their sum."""
 
-    lane, trips, outgoing, wire_bytes = COMMUNICATION, 1, True, OfBucket.rows_bytes
+    # See `Instruction`. No kernel reads what is sent (`outgoing`), so that the Wait may come late.
+    lane = COMMUNICATION
+    trips = 1
+    outgoing = True
+    wire_bytes = OfBucket.rows_bytes
 
     def in_place(self, schedule: Schedule) -> bool:
         """Return whether a transport may read gradients in place: all exist, and none needs a cast.
@@ -168,10 +172,13 @@ class ReduceScatter(OfBucket):
 class AllReduce(OfBucket):
     """The issue of a sum of gradients over `axes`.
 
-    They are full, or blocks that a ReduceScatter has left, or none, which are zeros.
+    It reads full gradients, or the blocks of a ReduceScatter, or nothing: a stage that does not read the
+    leaves sends zeros.
     """
 
-    lane, trips, outgoing = COMMUNICATION, 2, True
+    lane = COMMUNICATION
+    trips = 2
+    outgoing = True
 
     @property
     def overwrites(self) -> Names:
@@ -253,7 +260,7 @@ class Accumulate(OfBucket):
         return self.reads[0].kind is Kind.HOST
 
     def aliases(self) -> Mapping[ValueName, Names]:
-        """Return the row that has come as an alias of the first sum. Later sums overwrite the one before."""
+        """Return the row that has come, whose memory the first sum takes; later ones add in place to that."""
         takes_over = self.first and not self._is_of_full_gradients and self.reads[0].kind is not Kind.HOST
         return {self.writes[0]: self.reads} if takes_over else {}
 
@@ -277,7 +284,7 @@ class Accumulate(OfBucket):
                 env[out] = Reduced({p: buffers[p].copy_(b) for p, b in value.blocks.items()})
                 return
             if first:
-                # A gradient that was not sent may be another value's tensor too. A row that has come is not.
+                # Gradients of a `Local` have no row, and may share memory with another value: copy them.
                 copy = value.flat is None
                 env[out] = Reduced({p: b.to(specs[p].sum_dtype, copy=copy) for p, b in value.blocks.items()})
                 return
