@@ -140,7 +140,13 @@ def broadcast(p: Params, x: Tensor) -> Tensor:
     columns = torch.masked_select(rows.T, (x[0] > 0)[:, None])
     twice = fs.bounded(hidden(p, x).repeat_interleave((x[:1, 0] > 0).long() + 1, 0), 2 * len(x))
     normalized = F.layer_norm(rows, (rows.shape[1],))
-    return columns.square().sum() + twice.square().sum() + normalized.pow(3).sum() + rows.norm(3)
+    return (
+        columns.square().sum()
+        + twice.square().sum()
+        + normalized.pow(3).sum()
+        + rows.norm(3)
+        + rows.norm(-1, 1).sum()
+    )
 
 
 def class_means(p: Params, x: Tensor) -> Tensor:

@@ -291,7 +291,7 @@ def changes(before: Mapping[str, Entry], now: Mapping[str, Entry]) -> list[Chang
 
 
 def find_written(before: Reachable, now: Reachable) -> Iterator[str]:
-    """Yield the paths that were written to; if a container gained or lost members, the container's path."""
+    """Yield the paths that were written to, and those of containers that gained or lost members."""
     for path, then, value in changes(before.entries, now.entries):
         yield path
         if then is ABSENT or value is ABSENT:

@@ -392,7 +392,8 @@ def _make_reduction(fill: Callable[[Tensor], Any]) -> Rule:
 def _norm(call: RaggedOp) -> Any:
     """Return a norm, in which padding counts as 0; it would be the least of all for a negative order."""
     order = call.arguments.get("ord", call.arguments.get("p"))
-    if isinstance(order, int | float) and order < 0 and call.dims("self"):
+    along = set(_find_reduced_dims(call)) & call.dims("self").keys()
+    if isinstance(order, int | float) and order < 0 and along:
         raise call.make_error("of a negative order has no rule")
     return _make_reduction(lambda _: 0)(call)
 
