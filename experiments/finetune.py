@@ -392,9 +392,11 @@ def build(config: FinetuneConfig, only_prompt: bool = False, tokens: int | None 
     # Make forwards of the same leaves: the objective on held-out data, and answers that are shown.
     options = forward_options(config, mesh)
     held_out = fs.shard_forward(objective(tuning, config.objective, training=False), specs, **options)
-    examples = data.examples(run, lm.context)[-1 if only_prompt else 0 :]
+    examples = data.examples(run, lm.context)
     if config.objective.kind.exported:  # classifiers and the like write no text
         examples = []
+    elif only_prompt:  # the one that `run.prompt` names is the last
+        examples = examples[-1:]
 
     def hidden(params: Any, tokens: torch.Tensor, *images: Any) -> torch.Tensor:  # prompts may have images
         return lm.hidden(params, tokens, **({"images": images[0]} if images else {}))

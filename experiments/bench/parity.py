@@ -50,7 +50,7 @@ class Layout:
         name: the name of its row.
         axes: the sizes of the mesh's axes.
         model: a name of `MODELS`.
-        specs: keywords of the preset.
+        preset_options: keywords of the preset.
         options: keywords of `shard_step`.
         then: the layout in which the training continues after `SAVED_AT` steps, from a checkpoint.
     """
@@ -59,40 +59,42 @@ class Layout:
     axes: Mapping[str, int]
     preset: str = "full_shard"
     model: str = "decoder"
-    specs: Mapping[str, Any] = field(default_factory=dict)
+    preset_options: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     then: Layout | None = None
 
 
 SHARD4, SHARD2, HYBRID = {"shard": 4}, {"shard": 2}, {"replicate": 2, "shard": 2}
 TENSOR, EXPERT = {"tensor": "tensor"}, {"expert": "expert"}
+BOTH = {**EXPERT, **TENSOR}
 HOST_OPTIMIZER = {"optimizer_memory": "host", "update_on": "host"}
 FROZEN, ADAPTERS = fs.LayoutSpec(fs.P("shard"), trainable=False), fs.LayoutSpec(fs.P("shard"))
 PIPED = {"pipeline": 2, "shard": 2}
 FOUR = {"accumulate": 4}
+WHOLE_RESIDUAL = {"residual": "whole"}
 LAYOUTS = (
     # Presets, and memory of the host.
     *(Layout(name, SHARD4, name) for name in ("no_shard", "zero1", "zero2", "zero3", "shard_grad_op")),
     Layout("full_shard", SHARD4),
     Layout("hybrid_shard", HYBRID, "hybrid_shard"),
-    Layout("optimizer on the host", SHARD4, specs=HOST_OPTIMIZER),
-    Layout("all on the host", SHARD4, specs={"memory": "host", **HOST_OPTIMIZER}),
+    Layout("optimizer on the host", SHARD4, preset_options=HOST_OPTIMIZER),
+    Layout("all on the host", SHARD4, preset_options={"memory": "host", **HOST_OPTIMIZER}),
     # Axes of the mesh, alone and in pairs.
-    Layout("tensor", {"tensor": 4}, specs=TENSOR),
-    Layout("tensor, shard", {**SHARD2, "tensor": 2}, specs=TENSOR),
-    Layout("tensor, residual whole", {**SHARD2, "tensor": 2}, specs=TENSOR, options={"residual": "whole"}),
+    Layout("tensor", {"tensor": 4}, preset_options=TENSOR),
+    Layout("tensor, shard", {**SHARD2, "tensor": 2}, preset_options=TENSOR),
+    Layout("tensor, residual whole", {**SHARD2, "tensor": 2}, preset_options=TENSOR, options=WHOLE_RESIDUAL),
     Layout("context, Ulysses", {**SHARD2, "context": 2}, options={"context_attention": "ulysses"}),
     Layout("context, gather", {**SHARD2, "context": 2}, options={"context_attention": "gather"}),
     Layout("context, ring", {"context": 4}, options={"context_attention": "ring"}),
-    Layout("context, tensor", {"context": 2, "tensor": 2}, specs=TENSOR),
-    Layout("replicate, tensor", {"replicate": 2, "tensor": 2}, "hybrid_shard", specs=TENSOR),
-    Layout("expert", {"expert": 4}, model="experts", specs=EXPERT),
-    Layout("expert, shard", {**SHARD2, "expert": 2}, model="experts", specs=EXPERT),
-    Layout("expert, tensor", {"expert": 2, "tensor": 2}, model="experts", specs={**EXPERT, **TENSOR}),
+    Layout("context, tensor", {"context": 2, "tensor": 2}, preset_options=TENSOR),
+    Layout("replicate, tensor", {"replicate": 2, "tensor": 2}, "hybrid_shard", preset_options=TENSOR),
+    Layout("expert", {"expert": 4}, model="experts", preset_options=EXPERT),
+    Layout("expert, shard", {**SHARD2, "expert": 2}, model="experts", preset_options=EXPERT),
+    Layout("expert, tensor", {"expert": 2, "tensor": 2}, model="experts", preset_options=BOTH),
     Layout("pipeline", {"pipeline": 4}, options=FOUR),
     Layout("pipeline, shard", PIPED, options=FOUR),
-    Layout("pipeline, two chunks a stage", {"pipeline": 2}, specs={"chunks": 2}, options=FOUR),
-    Layout("pipeline, tensor", {"pipeline": 2, "tensor": 2}, specs=TENSOR, options=FOUR),
+    Layout("pipeline, two chunks a stage", {"pipeline": 2}, preset_options={"chunks": 2}, options=FOUR),
+    Layout("pipeline, tensor", {"pipeline": 2, "tensor": 2}, preset_options=TENSOR, options=FOUR),
     # Orders of micro-batches, and what the backward keeps.
     Layout("accumulate", SHARD4, options={"accumulate": 4}),
     Layout("accumulate, summed locally", SHARD4, options={"accumulate": 4, "accumulate_mode": "local"}),
@@ -103,7 +105,7 @@ LAYOUTS = (
     Layout("remat, inputs on the host", SHARD4, options={"remat": "unit+offload"}),
     Layout("prefetch and overlap", SHARD4, options={"prefetch": 2, "overlap": 2}),
     # Adapters on frozen leaves that are codes.
-    *(Layout(f"LoRA on {codec}", SHARD4, model="lora", specs={"rules": [
+    *(Layout(f"LoRA on {codec}", SHARD4, model="lora", preset_options={"rules": [
         ("adapters.*", ADAPTERS), ("base.*norm.*", FROZEN),
         ("base.layers.*", replace(FROZEN, codec=codec)), ("base.*", FROZEN),
     ]}) for codec in ("nf4", "int8")),
@@ -111,7 +113,7 @@ LAYOUTS = (
 # The ranks of these are the two processes themselves, since simulated ranks write no checkpoints.
 RESUMED = (
     Layout("resumed", SHARD2, then=Layout("", SHARD2)),
-    Layout("resumed over tensor", SHARD2, then=Layout("", {"tensor": 2}, specs=TENSOR)),
+    Layout("resumed over tensor", SHARD2, then=Layout("", {"tensor": 2}, preset_options=TENSOR)),
     Layout("resumed as a pipeline", SHARD2, then=Layout("", {"pipeline": 2}, options=FOUR)),
     Layout("resumed from a pipeline", {"pipeline": 2}, options=FOUR, then=Layout("", SHARD2)),
 )
@@ -400,7 +402,7 @@ def train_in(
     The parameters that it starts from are those that `fn` sees, so codes are decoded.
     """
     mesh = fs.make_mesh(**layout.axes, simulated=not (save or restore))
-    specs = fs.presets.PRESETS[layout.preset](model.params, mesh, **layout.specs)
+    specs = fs.presets.PRESETS[layout.preset](model.params, mesh, **layout.preset_options)
     optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(CLIP), fs.optim.adamw(LR, weight_decay=DECAY))
     options = {"optimizer": optimizer, "backend": "eager", **layout.options}
     step = fs.shard_step(model.loss, specs, mesh=mesh, **options)

@@ -26,7 +26,7 @@ def write_explanation(config: ExplainConfig, folder: Path) -> None:
     print(text, flush=True)
     write_text(folder / "explain.txt", text + "\n")
     write_text(folder / "schedule.txt", paper.lowered.as_text() + "\n")
-    plot.memory(paper.over, folder / "memory.svg", limit=paper.device_bytes)
+    plot.memory(paper.memory_timeline, folder / "memory.svg", limit=paper.device_bytes)
     plot.timeline(paper.timeline, folder / "timeline.png")
     if paper.timeline.stages:
         plot.stages(paper.timeline, folder / "stages.png")

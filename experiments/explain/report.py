@@ -37,7 +37,7 @@ def as_text(paper: StepOnPaper) -> str:
     parts = {
         "summary": "\n".join([*(f"{name.ljust(width)}{text}" for name, text in rows.items()), *advice]),
         "layout": plot.text.tree(paper.specs, paper.mesh, width=16),
-        "memory": "\n".join([*columns(memory_table(paper)), "", plot.text.memory(paper.over)]),
+        "memory": "\n".join([*columns(memory_table(paper)), "", plot.text.memory(paper.memory_timeline)]),
         "traffic": "\n".join(columns(traffic_table(paper))),
         "time": plot.text.timeline(paper.timeline),
     }

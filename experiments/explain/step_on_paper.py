@@ -38,7 +38,7 @@ class StepOnPaper:
     options: fs.StepOptions
     lowered: Lowered
     memory: MemoryAnalysis
-    over: MemoryTimeline
+    memory_timeline: MemoryTimeline
     traffic: Traffic
     timeline: Timeline
     found: Fit | None = None
@@ -80,8 +80,8 @@ def explain(config: ExplainConfig) -> StepOnPaper:
     name, gigabytes, found = config.hardware.name, config.run.device_gb, None
     hardware = hardware_of(name)
     device = "cuda" if hardware.overlap else "cpu"
-    sums = config.mesh.ranks > 1 or config.run.accumulate > 1
-    config = replace(config, precision=config.precision.on(device, sums=sums))
+    sums_gradients = config.mesh.ranks > 1 or config.run.accumulate > 1
+    config = replace(config, precision=config.precision.on(device, sums=sums_gradients))
     device_bytes = hardware.memory_bytes if gigabytes is None else int(gigabytes * 1e9)
     axes = {name: size for name, size in config.mesh.axes.items() if size > 1 or name == "shard"}
     mesh = fs.make_mesh(**axes, device=device, abstract=True)

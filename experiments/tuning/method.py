@@ -86,8 +86,13 @@ class Tuning:
         """
         return _select_part(fn, self.models[-1])
 
-    def specs(self, mesh: fs.Mesh, precision: PrecisionConfig, preset: Fn, **policy: Any) -> Any:
-        """Make specs by a preset of `fs.presets`. Frozen leaves are stored in their compute dtype."""
+    def specs(self, mesh: fs.Mesh, precision: PrecisionConfig, preset: Fn, **storage: Any) -> Any:
+        """Make specs by a preset of `fs.presets`. Frozen leaves are stored in their compute dtype.
+
+        Args:
+            storage: keywords of the preset for leaves that train, such as `optimizer_memory`. Frozen
+                leaves have only `memory` of these.
+        """
         # Leaves that train, frozen leaves and codes each have storage of their own.
         named, structure = tree.flatten_with_paths(self.params)
         units = fs.units.numeric(self.params)
@@ -96,11 +101,11 @@ class Tuning:
         compute = torch.bfloat16 if is_fp8 else dtypes["compute_dtype"]
         frozen = {
             "storage_dtype": compute, "compute_dtype": compute, "trainable": False,
-            "memory": policy.get("memory", "device"),
+            "memory": storage.get("memory", "device"),
         }  # fmt: skip
         plain = [p for p in named if p not in self.coded]
         kinds = [
-            ([p for p in plain if named[p].requires_grad], dtypes | policy),
+            ([p for p in plain if named[p].requires_grad], dtypes | storage),
             ([p for p in plain if not named[p].requires_grad], frozen),
             (list(self.coded), {**frozen, "codec": CODECS.get(self.method.name)}),
         ]

@@ -75,7 +75,7 @@ class _Bench:
     clock: Callable[[], float]
 
     @property
-    def large(self) -> int:
+    def scale(self) -> int:
         """Return the factor by which an accelerator's work is larger than a CPU's along one dim."""
         return 1 if self.device.type == "cpu" else 8
 
@@ -103,6 +103,11 @@ class _Bench:
             hosts.setdefault(host, []).append(set(cores))
         return any(len(ranks) > len(set().union(*ranks)) for ranks in hosts.values())
 
+    def _meet(self) -> None:
+        """Wait for all ranks."""
+        if self.comm is not None:
+            self.comm.gather_object("")
+
     def seconds(self, work: Callable[[], Any], device: torch.device | None = None) -> float:
         """Return the median seconds of one call, after a first one that warms up."""
         # Warm up, and begin together with all ranks.
@@ -110,8 +115,7 @@ class _Bench:
         wait = (lambda: None) if kind == "cpu" else torch.accelerator.synchronize
         work()
         wait()
-        if self.comm is not None:
-            self.comm.gather_object("")
+        self._meet()
 
         # Repeat a call often enough that one sample takes `SAMPLE_S`.
         began = self.clock()
@@ -129,7 +133,7 @@ class _Bench:
                 work()
             wait()
             if self.crowded:
-                self.comm.gather_object("")
+                self._meet()
             samples.append((self.clock() - began) / repeats)
         return statistics.median(samples)
 
@@ -144,19 +148,19 @@ class _Bench:
             # Products by size, and attention by length. Rare dtypes get one of each.
             is_common = name in ("f32", "bf16")
             sizes = MATMULS if is_common else MATMULS[2:3]  # a CPU takes minutes for large ones in f16
-            flops[name] = _make_curve([self._measure_matmul(self.large * n, dtype) for n in sizes])
+            flops[name] = _make_curve([self._measure_matmul(self.scale * n, dtype) for n in sizes])
             lengths = LENGTHS if is_common else LENGTHS[1:2]
-            attention[name] = _make_curve([self._measure_attention(self.large * n, dtype) for n in lengths])
+            attention[name] = _make_curve([self._measure_attention(self.scale * n, dtype) for n in lengths])
 
             # Attention by head size, as shares of the rate at 64, the head size of the curves by length.
             if is_common:
-                length = self.large * LENGTHS[1]
+                length = self.scale * LENGTHS[1]
                 rates = {head: self._measure_attention(length, dtype, head)[1] for head in (32, 64, 128)}
                 heads[name] = _make_curve([(float(head), rate / rates[64]) for head, rate in rates.items()])
         peaks = {name: max(rate for _, rate in curve["points"]) for name, curve in flops.items()}
 
         # Exponentials.
-        count = 1 << 16 if self.large == 1 else 1 << 24
+        count = 1 << 16 if self.scale == 1 else 1 << 24
         x, out = self.random(count), torch.empty(count, device=self.device)
         transcendental = count / self.seconds(lambda: torch.exp(x, out=out))
 
@@ -225,7 +229,7 @@ class _Bench:
     # -------------------------------------------------------------- memory
     def memory(self) -> dict[str, Any]:
         """Measure streaming and copying by size, the optimizer and the host."""
-        counts = [self.large * n for n in COUNTS]
+        counts = [self.scale * n for n in COUNTS]
         streamed, copied, updated = [], [], []
 
         for count in counts:
@@ -268,7 +272,7 @@ class _Bench:
 
     def _count_cold_buffers(self, size: int) -> int:
         """Return how many buffers of this size take turns, so that each has left the caches by its turn."""
-        cold_bytes = COLD_BYTES if self.large == 1 else 2 * COLD_BYTES
+        cold_bytes = COLD_BYTES if self.scale == 1 else 2 * COLD_BYTES
         return max(1, min(2048, cold_bytes // size))
 
     def _measure_update(self, count: int, device: torch.device) -> tuple[float, float]:

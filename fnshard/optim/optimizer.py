@@ -129,7 +129,7 @@ class Optimizer:
         """Return the optimizer of a leaf of this path and shape."""
         return self if self.choose is None else self.choose(path, shape).of(path, shape)
 
-    def settings(self, path: str) -> Any:
+    def trace_key(self, path: str) -> Any:
         """Return a key that tells leaves of one shape apart: the numbers of the rules, or the path itself."""
         return path if self.rules is None else tuple(rule(path) for rule in self.rules)
 

@@ -135,10 +135,11 @@ def soap(
     return for_matrices(matrices, lr, weight_decay, others, adamw)
 
 
-UNIT = lambda v: is_number(v) and 0 <= v < 1, "at least 0 and below 1"
+# A check of an argument, and what its error says was expected.
+UNIT_INTERVAL = (lambda v: is_number(v) and 0 <= v < 1, "at least 0 and below 1")
 EXPECTED = {
-    "b1": UNIT, "b2": UNIT,
-    "shampoo_beta": (lambda v: v is None or UNIT[0](v), UNIT[1]),
+    "b1": UNIT_INTERVAL, "b2": UNIT_INTERVAL,
+    "shampoo_beta": (lambda v: v is None or UNIT_INTERVAL[0](v), UNIT_INTERVAL[1]),
     "eps": (lambda v: is_number(v) and v > 0, "a number above 0"),
     "weight_decay": (lambda v: is_number(v) and v >= 0, "a number from 0"),
     "precondition_frequency": counts(1), "max_precond_dim": counts(1),

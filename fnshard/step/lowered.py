@@ -28,7 +28,7 @@ from fnshard.compiler.frontend.contexts import deterministic
 from fnshard.compiler.frontend.indices import Indices
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.ir.values import ValueName
-from fnshard.compiler.kernels.attention_backends import backends
+from fnshard.compiler.kernels.attention_backends import count_backends
 from fnshard.compiler.kernels.inductor import Compiled, Graphs, compile_graphs, graphs_of, share_of
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.lower import Stages
@@ -140,7 +140,7 @@ class Lowered:
         `{"cudnn": 12}`."""
         lines = [line for schedule in self.schedules for line in schedule.instructions]
         runs = [line for line in lines if isinstance(line, Run) and not line.of_backward]
-        each = {k.name: backends(k.source.graph, k.forward.graph) for k in self.kernels.values()}
+        each = {k.name: count_backends(k.source.graph, k.forward.graph) for k in self.kernels.values()}
         return dict(sum((each[run.kernel] for run in runs), Counter()))
 
     def as_text(self) -> str:

@@ -32,7 +32,7 @@ def warn_of_lost_updates(optimizer: Optimizer, specs: Mapping[str, LayoutSpec]) 
         if not spec.trainable or dtype.itemsize >= 4:
             continue
         rule = optimizer.of(path, spec.shape)
-        key = len(spec.shape), rule, rule.settings(path)
+        key = len(spec.shape), rule, rule.trace_key(path)
         if key not in known:
             known[key] = usual_update(rule, path, len(spec.shape))
 

@@ -414,9 +414,9 @@ def test_name_reads_back(name):
 def test_leaves_of_equal_settings_share_a_trace():
     """An optimizer takes from a path the numbers of its rules alone, and so do those around it."""
     own = chain(clip_by_global_norm(1.0), adamw(0.1, **RULES), ema(0.9))
-    assert own.settings("a.w") == own.settings("b.w") != own.settings("a.norm.w") != own.settings("embed.w")
-    assert sgd(0.1).settings("a") == sgd(0.1).settings("b")
-    assert Optimizer("mine()", own.init, own.update).settings("a.w") == "a.w"
+    assert own.trace_key("a.w") == own.trace_key("b.w") != own.trace_key("a.norm.w") != own.trace_key("embed.w")
+    assert sgd(0.1).trace_key("a") == sgd(0.1).trace_key("b")
+    assert Optimizer("mine()", own.init, own.update).trace_key("a.w") == "a.w"
     chosen = chain(by_path(("*norm*", sgd(0.1)), ("*", optim.muon(0.02))), ema(0.9))
     leaves = [chosen.of(path, (2, 2)) for path in ("a.w", "b.w", "a.norm.w", "embed.w")]
     assert leaves[0] is leaves[1] and len({*leaves}) == 3

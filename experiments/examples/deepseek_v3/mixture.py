@@ -27,7 +27,7 @@ class LatentAttention(nn.Module):
         self, width: int, heads: int, head: int, rotated: int, query_rank: int, key_rank: int, theta: float
     ):
         super().__init__()
-        self.heads, self.head, self.rotated, self.rank, self.theta = heads, head, rotated, key_rank, theta
+        self.heads, self.head, self.rotated, self.key_rank, self.theta = heads, head, rotated, key_rank, theta
         self.q_down = Linear(width, query_rank)
         self.q_norm = RMSNorm(query_rank)
         self.q_up = Linear(query_rank, heads * (head + rotated))
@@ -40,13 +40,13 @@ class LatentAttention(nn.Module):
         # Queries, and keys with values, are projected down, normed and projected up.
         sizes = (self.head, self.rotated)
         q = self.q_up(self.q_norm(self.q_down(x))).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        latent, turned = self.kv_down(x).split((self.rank, self.rotated), -1)
+        latent, k_rotary = self.kv_down(x).split((self.key_rank, self.rotated), -1)
         kv = self.kv_up(self.kv_norm(latent)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        (q, q_turned), (k, v) = q.split(sizes, -1), kv.chunk(2, -1)  # [B, H, T, K] each
+        (q, q_rotary), (k, v) = q.split(sizes, -1), kv.chunk(2, -1)  # [B, H, T, K] each
         # Rotate the parts with positions, and attend.
         angles = rotary(x.shape[1], self.rotated, self.theta, x)
-        k_turned = rotate(turned[:, None], *angles).expand(-1, self.heads, -1, -1)
-        q, k = torch.cat([q, rotate(q_turned, *angles)], -1), torch.cat([k, k_turned], -1)
+        k_rotary = rotate(k_rotary[:, None], *angles).expand(-1, self.heads, -1, -1)
+        q, k = torch.cat([q, rotate(q_rotary, *angles)], -1), torch.cat([k, k_rotary], -1)
         # Flash attention takes only values that are as long as keys.
         out = F.scaled_dot_product_attention(q, k, F.pad(v, (0, self.rotated)), is_causal=True)
         return self.wo(out[..., : self.head].transpose(1, 2).flatten(2))
@@ -130,7 +130,7 @@ class MixtureDecoder(nn.Module):
         width: D, the features of a position.
         layers: the number of blocks, of which the first `dense` have an MLP of hidden size `mlp`.
         heads, head: H and K, features of a query's, a key's and a value's part without positions.
-        rotated: features of the part that is turned by its position.
+        rotated: features of the part that is rotated by its position.
         query_rank, key_rank: features that queries, and keys with values, come from.
         experts, chosen: E of a layer, and C of them that a token goes to.
         expert_mlp: M, hidden size of each, and of the shared one.

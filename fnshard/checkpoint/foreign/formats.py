@@ -58,7 +58,7 @@ class Format:
     """
 
     title: str
-    finds: Callable[[Path], Any]
+    recognises: Callable[[Path], Any]
     read: Callable[[Path, ExitStack], SavedState]
     write: Callable[..., None] | None = None
     keeps_optimizer: bool = True
@@ -209,8 +209,9 @@ def write_fnshard(path: Path, saved: SavedState, **options: Any) -> None:
         files = {file: DataFile(done.bytes, done.header_bytes, done.header_crc32)}
         number = int(path.name) if path.name.isdecimal() else None
         Manifest(
-            saved.step, 0, {"axes": {"shard": 1}, "data_axes": ["shard"]}, leaves, files, {}, (), None, {},
-            {"torch": str(torch.__version__)}, number=number,
+            step=saved.step, seed=0, mesh={"axes": {"shard": 1}, "data_axes": ["shard"]}, leaves=leaves,
+            files=files, specs={}, data=(), config=None, metrics={},
+            versions={"torch": str(torch.__version__)}, number=number,
         ).write(folder)  # fmt: skip
 
 
@@ -355,7 +356,7 @@ def recognise_format(path: Path) -> str:
     if not path.exists():
         raise CheckpointError(f"{str(path)!r} is not there.", fix="name a folder or a file.")
     for name, each in FORMATS.items():
-        if each.finds(path):
+        if each.recognises(path):
             return name
 
     inside = sorted(each.name for each in path.iterdir())[:8] if path.is_dir() else []

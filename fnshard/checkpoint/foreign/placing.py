@@ -164,7 +164,10 @@ def _make_manifest(saved: SavedState, leaves: Mapping[str, Source]) -> Manifest:
         described[name] = SavedLeaf(tuple(source.shape), STATE_NAMES[dtype], "P()", ()).in_pairs()
         if dtype.is_complex and name.startswith("params/"):
             complex_paths.append(name.removeprefix("params/"))
-    return Manifest(saved.step, 0, {}, described, {}, {}, (), None, {}, {}, tuple(complex_paths))
+    return Manifest(
+        step=saved.step, seed=0, mesh={}, leaves=described, files={}, specs={}, data=(), config=None, metrics={},
+        versions={}, complex=tuple(complex_paths),
+    )  # fmt: skip
 
 
 def _read_box(source: Source, offset: Sequence[int], shape: Sequence[int]) -> Tensor:

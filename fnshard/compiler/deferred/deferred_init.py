@@ -21,7 +21,7 @@ from torch.nn.modules import module as hooks
 from torch.overrides import resolve_name
 
 from fnshard.compiler.deferred.draws import key_of
-from fnshard.compiler.deferred.recorder import MARK, META, Functions, Recorder
+from fnshard.compiler.deferred.recorder import MARK, META, FunctionRecorder, Recorder
 from fnshard.compiler.deferred.tape import Memories, RecordedCall, Tape, leaves_of
 from fnshard.compiler.deferred.window import can_be_cut, cut, describe
 from fnshard.compiler.ir.containers import Contents
@@ -89,7 +89,7 @@ def deferred() -> Iterator[None]:
 
             # Record operators, and answer what constructors ask of recorded tensors.
             stack.enter_context(recorder)
-            stack.enter_context(Functions(recorder))
+            stack.enter_context(FunctionRecorder(recorder))
             yield
         _attach_recipes(recorder)
 

@@ -44,7 +44,7 @@ class Recorder(TorchDispatchMode):
         tape: the log.
         modules: the modules that have registered something, by id.
         paused: whether operators run without being recorded.
-        draws: how many random operators were recorded; the generator's mark counts them, too.
+        draw_count: how many random operators were recorded; the generator's mark counts them, too.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Recorder(TorchDispatchMode):
         self.tape = Tape()
         self.modules: dict[int, nn.Module] = {}
         self.paused = False
-        self.draws = 0
+        self.draw_count = 0
 
     def note_module(self, module: nn.Module, name: str, value: Any) -> None:
         """Note a module that registers something."""
@@ -94,8 +94,8 @@ class Recorder(TorchDispatchMode):
         device = kwargs.get("device") if takes_device else None
         is_random = torch.Tag.nondeterministic_seeded in op.tags
         is_factory = not inputs and (takes_device or is_random)
-        draws = is_random and not any(v.is_meta for v in inputs)
-        if self.paused or not (known or is_factory or draws):
+        draws_on_host = is_random and not any(v.is_meta for v in inputs)
+        if self.paused or not (known or is_factory or draws_on_host):
             return op(*args, **kwargs)
 
         # Refuse what cannot be recorded; tensors from outside become constants of the log.
@@ -181,8 +181,10 @@ class Recorder(TorchDispatchMode):
         outs = [kwargs.get(a.name) for a in op._schema.arguments if a.is_out]
         filled = [v for v in written if name in _FILLS or any(v is out for out in outs)]
         # Operators of these names read nothing but the shape of their input.
-        by_shape = name.endswith("_like") or name.startswith("new_")
-        read = set() if by_shape else {storage_id(v) for v in inputs if not any(v is f for f in filled)}
+        reads_shape_only = name.endswith("_like") or name.startswith("new_")
+        read = set()
+        if not reads_shape_only:
+            read = {storage_id(v) for v in inputs if not any(v is f for f in filled)}
         whole = {storage_id(v) for v in filled if _is_whole(v)}
 
         # The call is run later on the CPU, in the dtype that it has here.
@@ -223,11 +225,11 @@ class Recorder(TorchDispatchMode):
 
         Each draw leaves a mark in the generator, by which the next one sees that nobody has seeded it since.
         """
-        if torch.default_generator.initial_seed() != MARK + self.draws:
+        if torch.default_generator.initial_seed() != MARK + self.draw_count:
             headline = f"a constructor sets torch's random state, and {op} draws"
             raise self.make_refusal(headline, _SEEDED, tensors)
-        self.draws += 1
-        torch.default_generator.manual_seed(MARK + self.draws)
+        self.draw_count += 1
+        torch.default_generator.manual_seed(MARK + self.draw_count)
 
 
 def _is_whole(value: Tensor) -> bool:
@@ -242,7 +244,7 @@ def _written_tensors(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return leaves_of([given[name] for name in writes], Tensor)
 
 
-class Functions(TorchFunctionMode):
+class FunctionRecorder(TorchFunctionMode):
     """A mode in which recorded tensors say that they are on the CPU, and give Python values if known."""
 
     def __init__(self, recorder: Recorder) -> None:

@@ -35,7 +35,7 @@ _FUSED = {
 }
 
 
-def backends(source: fx.Graph, forward: fx.Graph) -> Counter[str]:
+def count_backends(source: fx.Graph, forward: fx.Graph) -> Counter[str]:
     """Return how many attentions of a kernel run on which backend; "math" is plain products.
 
     Args:
@@ -72,7 +72,7 @@ def _avoid_cudnn(source: Source) -> Iterator[None]:
     nodes = source.graph.find_nodes(op="call_function", target=_ATTENTION)
     calls = [arguments_of(n.target, n.args, n.kwargs) for n in nodes]
     is_wrong = any(
-        c["attn_mask"] is not None and _has_odd_length(c["query"].meta["val"], c["key"].meta["val"])
+        c["attn_mask"] is not None and _has_half_tile_length(c["query"].meta["val"], c["key"].meta["val"])
         for c in calls
     )
     with _lock:
@@ -84,7 +84,7 @@ def _avoid_cudnn(source: Source) -> Iterator[None]:
             torch.backends.cuda.enable_cudnn_sdp(was_enabled)
 
 
-def _has_odd_length(*sequences: Tensor) -> bool:
+def _has_half_tile_length(*sequences: Tensor) -> bool:
     """Return whether a length is 64 beyond a multiple of 128.
 
     For such a length and an explicit mask, cuDNN's gradient of the query was NaN.
@@ -99,15 +99,15 @@ class _OnCuda(TorchFunctionMode):
         return (_attend_on_cuda if func is _ATTENTION else func)(*args, **(kwargs or {}))
 
 
-def choose_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_gqa: bool) -> str:
+def choose_hopper_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_gqa: bool) -> str:
     """Return the kernel that torch takes on a Hopper GPU: "cudnn", "flash", "efficient" or "math"."""
     is_half, head = q.dtype in (torch.float16, torch.bfloat16), max(q.shape[-1], v.shape[-1])
     is_regular = q.dim() == 4 and q.shape[-1] == k.shape[-1] and q.dtype == k.dtype == v.dtype
     if not is_regular or not (is_half or q.dtype == torch.float32):
         return "math"
 
-    # cuDNN gives a mask no gradient, and is switched off for odd lengths (`_avoid_cudnn`).
-    rules_out_cudnn = mask is not None and (mask.requires_grad or _has_odd_length(q, k))
+    # cuDNN gives a mask no gradient, and is switched off for some lengths (`_avoid_cudnn`).
+    rules_out_cudnn = mask is not None and (mask.requires_grad or _has_half_tile_length(q, k))
     if is_half and head <= 128 and q.shape[-1] % 8 == v.shape[-1] % 8 == 0 and not rules_out_cudnn:
         return "cudnn"
     if is_half and mask is None and head <= 256 and q.shape[-1] == v.shape[-1]:
@@ -124,7 +124,7 @@ def _attend_on_cuda(
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attend by the kernel that torch would choose for a GPU, whatever device the trace is on."""
-    aten, name = torch.ops.aten, choose_kernel(q, k, v, mask, enable_gqa)
+    aten, name = torch.ops.aten, choose_hopper_kernel(q, k, v, mask, enable_gqa)
     if name == "math":
         math = aten._scaled_dot_product_attention_math
         return math(q, k, v, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)[0]

@@ -34,16 +34,18 @@ from fnshard.layout.spec import LayoutSpec
 
 
 def split(
-    program: Program, specs: Mapping[str, LayoutSpec], cuts: frozenset[str], data_axes: tuple[str, ...] = ()
-) -> Segments:
+    program: Program, specs: Mapping[str, LayoutSpec], communicated: frozenset[str],
+    data_axes: tuple[str, ...] = (),
+) -> Segments:  # fmt: skip
     """Cut a program into segments.
 
     Args:
-        cuts: the paths of leaves that are gathered or reduced; cuts are made between reads of their units.
+        communicated: the paths of leaves that are gathered or reduced; cuts are made between reads of their
+            units.
         data_axes: the data axes of the mesh that have several ranks.
     """
     alike = _find_alike(program, specs, data_axes)
-    facts = _classify(program, {p: specs[p].unit for p in cuts})
+    facts = _classify(program, {p: specs[p].unit for p in communicated})
     order = _order_nodes(program, facts)
     bounds = _find_bounds(order, facts, program)
     return replace(_make_segments(program, facts, order, bounds), alike=alike)
@@ -285,16 +287,17 @@ def _find_bounds(order: list[fx.Node], facts: _Facts, program: Program) -> list[
     """Return the first position and the units of each segment and each run of exchanges."""
     cost, forbidden = _price_cuts(order, facts, program)
     cuts: list[_Cut] = []  # between units; the other bounds have no choice of position
-    firsts: dict[int, Units] = {0: ()}
-    first, last_read, current = 0, -1, frozenset[str]()  # last_read is -1 before a run reads a unit
+    units_from: dict[int, Units] = {0: ()}  # by the first position of a run
+    # The current run: where it starts, where it last read a unit (-1 before it reads one), and its units.
+    start, last_read, current = 0, -1, frozenset[str]()
     permutation_readers = _find_permutation_readers(order, facts)
     for position, node in enumerate(order):
         # Begin a run where exchanges begin or end, and where the result of a permutation is read.
         earlier = order[position - 1]
         is_exchange, was_exchange = node.target is EXCHANGE, earlier.target is EXCHANGE
         if position and (is_exchange != was_exchange or node in permutation_readers):
-            first, last_read = position, -1
-            firsts[first] = None if is_exchange else tuple(sorted(current))
+            start, last_read = position, -1
+            units_from[start] = None if is_exchange else tuple(sorted(current))
             # Rows that come back from experts are many more bytes than what is made of them, so that the next
             # unit may be cut off after that, unless the first reader of these rows belongs to the next unit.
             if was_exchange and earlier.args[1] == "all_to_all" and current and not facts.units[node]:
@@ -304,7 +307,7 @@ def _find_bounds(order: list[fx.Node], facts: _Facts, program: Program) -> list[
         if not reads:
             continue
         if last_read < 0:
-            firsts[first] = tuple(sorted(reads))
+            units_from[start] = tuple(sorted(reads))
             current = reads
         elif not reads <= current:
             # The first node that reads another unit: cut between the last read of the one before and this,
@@ -319,8 +322,8 @@ def _find_bounds(order: list[fx.Node], facts: _Facts, program: Program) -> list[
 
     placed = dict(zip(_place_cuts(cuts), (c.units for c in cuts), strict=True))
     if order and order[-1].target is EXCHANGE:  # a last segment copies the result of the exchange
-        firsts[len(order)] = ()
-    return sorted((firsts | placed).items())
+        units_from[len(order)] = ()
+    return sorted((units_from | placed).items())
 
 
 def _find_permutation_readers(order: list[fx.Node], facts: _Facts) -> set[fx.Node]:

@@ -83,7 +83,7 @@ def family_of(rule: Optimizer, path: str, spec: LayoutSpec, mesh: Mesh) -> Famil
     """
     # What depends on these settings alone is made once, and shared by all leaves that have them.
     known, shape, dtype = rule.traces, tuple(spec.shape), spec.optimizer_dtype
-    key = "family", rule.settings(path), shape, dtype, spec.optimizer, mesh.names, mesh.sizes
+    key = "family", rule.trace_key(path), shape, dtype, spec.optimizer, mesh.names, mesh.sizes
     if key not in known:
         slots = slots_of_leaf(rule, path, shape, dtype)
         traced = None if 0 in shape else find_trace(rule, path, spec, slots)
@@ -101,10 +101,10 @@ def find_trace(rule: Optimizer, path: str, spec: LayoutSpec, slots: Mapping[str,
     An elementwise update that asks for no shape is traced once for all shapes too.
     """
     known, shape, dtype = rule.traces, tuple(spec.shape), spec.optimizer_dtype
-    key = "trace", rule.settings(path), shape, dtype
+    key = "trace", rule.trace_key(path), shape, dtype
     any_shape = None
     if shape and all(slot.shape == shape for slot in slots.values()):
-        any_shape = "trace", rule.settings(path), dtype, tuple((n, s.dtype) for n, s in slots.items())
+        any_shape = "trace", rule.trace_key(path), dtype, tuple((n, s.dtype) for n, s in slots.items())
     if key not in known and any_shape in known:
         known[key] = known[any_shape].resize(shape)
     elif key not in known:

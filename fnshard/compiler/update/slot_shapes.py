@@ -81,7 +81,7 @@ def slots_of_leaf(rule: Optimizer, path: str, shape: Sequence[int], dtype: torch
     """
     # An `init` that never looks at a shape is traced once for leaves of all shapes.
     known, shape = rule.traces, tuple(shape)
-    key, any_shape = (("slots", rule.settings(path), each, dtype) for each in (shape, None))
+    key, any_shape = (("slots", rule.trace_key(path), each, dtype) for each in (shape, None))
     if key not in known and shape and any_shape in known:
         known[key] = {name: replace(slot, shape=shape) for name, slot in known[any_shape].items()}
     elif key not in known:

@@ -66,12 +66,12 @@ def _match_fused(family: Family) -> FusedUpdate | None:
 
     # Its arguments are inputs; the gradient may be scaled by numbers.
     arguments, factors = [], []
-    for number, argument in enumerate(node.args):
+    for place, argument in enumerate(node.args):
         if not isinstance(argument, fx.Node):
             arguments.append(argument)
             continue
         source = _skip_casts(argument)
-        while number == 1 and source.target is aten.mul.Tensor:
+        while place == 1 and source.target is aten.mul.Tensor:
             factor = source.args[1]
             if not isinstance(factor, fx.Node) or not names.get(factor, "").startswith("number."):
                 break

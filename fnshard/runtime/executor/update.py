@@ -216,14 +216,14 @@ class Updater:
         """Update all leaves of a family by one call of torch's fused operator."""
         # Where there is a master copy it is updated, and then rounded into the stored leaf.
         targets, copies = [], {}
-        for number, leaf in enumerate(leaves):
+        for place, leaf in enumerate(leaves):
             stored, master = params.get(leaf.path), slots[leaf.path].get(MASTER)
             if master is None:
                 targets.append(cut(stored, leaf.place.stored))
                 continue
             targets.append(cut(master, leaf.place.valid))
             if stored is not None:
-                copies[number] = cut(stored, leaf.place.stored)
+                copies[place] = cut(stored, leaf.place.stored)
 
         # Give the operator all tensors without their padding.
         gradients = [cut(blocks[leaf.path], leaf.place.gradient) for leaf in leaves]
