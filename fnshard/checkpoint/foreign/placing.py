@@ -165,8 +165,8 @@ def _make_manifest(saved: SavedState, leaves: Mapping[str, Source]) -> Manifest:
         if dtype.is_complex and name.startswith("params/"):
             complex_paths.append(name.removeprefix("params/"))
     return Manifest(
-        step=saved.step, seed=0, mesh={}, leaves=described, files={}, specs={}, data=(), config=None, metrics={},
-        versions={}, complex=tuple(complex_paths),
+        step=saved.step, seed=0, mesh={}, leaves=described, files={}, specs={}, data=(), config=None,
+        metrics={}, versions={}, complex=tuple(complex_paths),
     )  # fmt: skip
 
 
