@@ -212,7 +212,7 @@ class Peers:
             before = self.pieces.get(channel, 0)
             self.pieces[channel] = self._write(keys[self.rank], status.call, data)
             # The first looks follow closely, since most ranks come at once; later ones spare the store.
-            with Wait(self, status, timeout) as wait:
+            with PeerWait(self, status, timeout) as wait:
                 for tries in itertools.count():
                     if self.store.check(keys):
                         break
@@ -308,7 +308,7 @@ class Peers:
 
         thread = threading.Thread(target=catch_errors, daemon=True)
         thread.start()
-        with Wait(self, status, timeout, what()) as wait:
+        with PeerWait(self, status, timeout, what()) as wait:
             self.abandoned = True  # stays so if this thread gives up, and the other still waits
             while thread.is_alive():
                 thread.join(0.1)
@@ -319,7 +319,7 @@ class Peers:
             raise errors[0]
 
 
-class Wait:
+class PeerWait:
     """A wait for peers, in which to `look` again and again.
 
     Args:
@@ -335,7 +335,7 @@ class Wait:
         self.asked_at, self.asked_before = 0.0, peers.asked()
         self.ticks: dict[int, int] = {}  # by rank, the CPU time that its process had used at the last look
 
-    def __enter__(self) -> Wait:
+    def __enter__(self) -> PeerWait:
         return self
 
     def __exit__(self, kind: type | None, *_: Any) -> None:

@@ -14,7 +14,7 @@ import fnshard as fs
 from fnshard.compiler.kernels.differentiate import differentiate
 from fnshard.compiler.kernels.kernel import Kernel
 from fnshard.compiler.kernels.remat import Policy
-from fnshard.compiler.kernels.segment_source import Source
+from fnshard.compiler.kernels.segment_source import SegmentSource
 from fnshard.step.lowered import Lowered
 
 
@@ -23,11 +23,11 @@ def kernels(fn: Callable[..., Any], params: Any, *batch: Any) -> tuple[Lowered, 
     return low, list(low.kernels.values())
 
 
-def sources(fn: Callable[..., Any], params: Any, *batch: Any) -> list[Source]:
+def sources(fn: Callable[..., Any], params: Any, *batch: Any) -> list[SegmentSource]:
     return list(lower(fn, params, *batch).segments.sources.values())
 
 
-def values_of(source: Source) -> list[torch.Tensor]:
+def values_of(source: SegmentSource) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
     return [
         torch.randn(a.shape, generator=draw, dtype=a.dtype).requires_grad_(a.requires_grad)

@@ -28,7 +28,7 @@ from fnshard.compiler.kernels import store
 from fnshard.compiler.kernels.differentiate import _make_from_recipe as make
 from fnshard.compiler.kernels.kernel import Kernel
 from fnshard.compiler.kernels.remat import NAMED, Policy
-from fnshard.compiler.kernels.segment_source import Source
+from fnshard.compiler.kernels.segment_source import SegmentSource
 from fnshard.compiler.kernels.store import Recipe
 
 
@@ -77,7 +77,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @cache
-def sources(name: str) -> tuple[Source, ...]:
+def sources(name: str) -> tuple[SegmentSource, ...]:
     fn, params, *batch = ZOO[name]()
     return tuple(lower(fn, params, *batch, ranks=1).segments.sources.values())
 
@@ -216,7 +216,7 @@ def test_a_step_of_another_process_makes_no_kernel(folder: Path) -> None:
 
 def _source(
     change: Callable[[Tensor], Tensor] = torch.tanh, dtype: Any = torch.float64, width: int = WIDTH
-) -> Source:
+) -> SegmentSource:
     weight = torch.ones(width, width, dtype=dtype)
     program = lower(lambda p, x: change(x @ p["w"]).sum(), {"w": weight}, weight, ranks=1)
     return max(program.segments.sources.values(), key=lambda each: len(each.code))

@@ -27,11 +27,11 @@ from fnshard import ScheduleError, SpecError
 from fnshard.compiler.kernels.differentiate import differentiate
 from fnshard.compiler.kernels.kernel import Backward, Kernel
 from fnshard.compiler.kernels.remat import NAMED, Policy
-from fnshard.compiler.kernels.segment_source import Source
+from fnshard.compiler.kernels.segment_source import SegmentSource
 from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.instructions import Accumulate, ReduceScatter, Run
 from fnshard.compiler.schedule.kept_bytes import KeptBytes
-from fnshard.compiler.schedule.tasks import Slot, bubble, count_kept, order_stages, usual_room
+from fnshard.compiler.schedule.tasks import ScheduledTask, bubble, count_kept, order_stages, usual_room
 from fnshard.compiler.schedule.verify import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:accumulate=")  # few micro-batches, on purpose
@@ -82,7 +82,7 @@ BLOCKS = {"transformer": transformer, "convolutions": conv_block, "experts": exp
 
 
 @cache
-def sources(block: str) -> tuple[Source, ...]:
+def sources(block: str) -> tuple[SegmentSource, ...]:
     fn, params, *batch = BLOCKS[block]()
     return tuple(lower(fn, params, *batch, ranks=1).segments.sources.values())
 
@@ -111,7 +111,7 @@ def products(*halves: Backward | None) -> Counter[str]:
     return found
 
 
-def values_of(source: Source) -> list[Tensor]:
+def values_of(source: SegmentSource) -> list[Tensor]:
     draw = torch.Generator().manual_seed(0)
     return [
         torch.randint(0, 8, a.shape, generator=draw) if not a.dtype.is_floating_point
@@ -239,7 +239,7 @@ def test_every_task_runs_once_behind_what_it_reads(
         assert all(one[1] <= other[0] for one, other in itertools.pairwise(own))
 
 
-def most_kept(slots: Sequence[Slot], stage_of: Sequence[int], stage: int) -> int:
+def most_kept(slots: Sequence[ScheduledTask], stage_of: Sequence[int], stage: int) -> int:
     """Return how many forwards of a stage wait for their last reader, at most."""
     own = sorted((s for s in slots if stage_of[s.chunk] == stage), key=lambda s: s.start)
     kept = [(s.way is Way.FORWARD) - (s.way is Way.WEIGHTS) for s in own]

@@ -90,12 +90,12 @@ def trace(
     Raises:
         TraceError: `fn` does something that cannot be captured; the message shows the way out.
     """
-    source = Source(fn, shapes, structure, specs, Arguments.of(batch), device, differentiate, sources)
+    request = TraceRequest(fn, shapes, structure, specs, Arguments.of(batch), device, differentiate, sources)
     check_autocast()
     with (
         tracing_on(mesh),
         LOCK,
-        Surroundings(source.runs) as surroundings,
+        Surroundings(request.runs) as surroundings,
         refuse_draws(
             lambda name: TraceError(DRAWS.format(name=name)), surroundings.reached.of_type(GENERATORS)
         ),
@@ -104,24 +104,24 @@ def trace(
         # If `fn` differentiates values that it has already computed, the first trace stops. The second runs
         # on a level of functorch, where autograd records all that `fn` computes.
         try:
-            recording = capture(source, surroundings, limits, lambda run: run)
+            recording = capture(request, surroundings, limits, lambda run: run)
         except Retrace:
-            recording = capture(source, surroundings, limits, Differentiable)
+            recording = capture(request, surroundings, limits, Differentiable)
 
-        traced = name_inputs(source, recording)
-        check_program(traced.program, source.specs, source.differentiate)
+        traced = name_inputs(request, recording)
+        check_program(traced.program, request.specs, request.differentiate)
         for stage in (return_writes, remove_writes, rewrite):
-            traced = stage(source, traced)
+            traced = stage(request, traced)
 
         # Before each later step the guard checks whether anything that `fn` read has changed.
         guard = Guard(
-            source.runs, surroundings.reached, surroundings.written, traced.closed_over, traced.copied
+            request.runs, surroundings.reached, surroundings.written, traced.closed_over, traced.copied
         )
-        return replace(traced.program, guard=guard, rows=_count_rows(source.batch))
+        return replace(traced.program, guard=guard, rows=_count_rows(request.batch))
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class TraceRequest:
     """A function and how to trace it; the fields are the arguments of `trace`."""
 
     fn: Callable[..., Any]
@@ -159,19 +159,19 @@ class Fakes:
     structure: tree.TreeDef
 
     @classmethod
-    def of(cls, source: Source) -> Fakes:
-        """Make fakes of the leaves and the batch of a source."""
+    def of(cls, request: TraceRequest) -> Fakes:
+        """Make fakes of the leaves and the batch of a request."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        batch, structure = flatten_batch(source.batch)
+        batch, structure = flatten_batch(request.batch)
         leaf_values: dict[str, Tensor] = {}
         with mode:
-            for path, (shape, dtype) in source.shapes.items():
-                trains = source.differentiate and bool(source.specs[path].trainable)
-                leaf = torch.empty(tuple(shape), dtype=dtype, device=source.device)
+            for path, (shape, dtype) in request.shapes.items():
+                trains = request.differentiate and bool(request.specs[path].trainable)
+                leaf = torch.empty(tuple(shape), dtype=dtype, device=request.device)
                 leaf_values[path] = leaf.requires_grad_(trains and dtype.is_floating_point)
             # These are contiguous: collation may give tensors other strides, which the step copies.
             tensors = {
-                name: torch.empty(v.shape, dtype=v.dtype, device=source.device)
+                name: torch.empty(v.shape, dtype=v.dtype, device=request.device)
                 for name, v in batch.items()
                 if isinstance(v, Tensor)
             }
@@ -221,7 +221,7 @@ class _FlatFunction:
     (`outputs`).
     """
 
-    source: Source
+    request: TraceRequest
     fakes: Fakes
     surroundings: Surroundings
     limits: Limits
@@ -230,7 +230,7 @@ class _FlatFunction:
 
     def __call__(self, leaf_values: list[Tensor], batch_values: list[Tensor]) -> list[Tensor]:
         # Give `fn` its trees back, and note the name of each tensor for errors.
-        fakes, source = self.fakes, self.source
+        fakes, request = self.fakes, self.request
         tensors = dict(zip(fakes.tensors, batch_values, strict=True))
         args = tree.unflatten([tensors.get(n, v) for n, v in fakes.batch.items()], fakes.structure)
         self.limits.clear()
@@ -240,9 +240,9 @@ class _FlatFunction:
 
         # Run it, and flatten its result; the excesses of limits are results too.
         with self.surroundings.one_run():
-            result = args.call(source.fn, tree.unflatten(leaf_values, source.structure))
+            result = args.call(request.fn, tree.unflatten(leaf_values, request.structure))
             check_requires_grad(fakes.leaves, before, leaf_values)
-            outputs, values = _read_outputs(result, loss=source.differentiate)
+            outputs, values = _read_outputs(result, loss=request.differentiate)
             self.outputs, values = self.limits.append(outputs, values)
         return values
 
@@ -253,7 +253,7 @@ class _FlatFunction:
 
 
 def capture(
-    source: Source,
+    request: TraceRequest,
     surroundings: Surroundings,
     limits: Limits,
     prepare: Callable[[Callable[..., list[Tensor]]], Callable[..., list[Tensor]]],
@@ -266,17 +266,17 @@ def capture(
     Raises:
         TraceError: `fn` failed; torch's own error is explained in terms of `fn`'s code.
     """
-    fakes = Fakes.of(source)
-    flat = _FlatFunction(source, fakes, surroundings, limits)
+    fakes = Fakes.of(request)
+    flat = _FlatFunction(request, fakes, surroundings, limits)
     inputs = [*fakes.leaves.values()], [*fakes.tensors.values()]
 
     run, trace_function = prepare(flat), partial(make_fx, tracing_mode="fake", pre_dispatch=True)
-    with refusals(source.device) as calls, torch.set_grad_enabled(source.differentiate):
+    with refusals(request.device) as calls, torch.set_grad_enabled(request.differentiate):
         # Values of hooks are further results.
         run_with_hooks = lambda leaves, batch: [*run(leaves, batch), *calls.hooks.values()]  # noqa: E731
         try:
             try:
-                with source_lines.record() if source.sources else nullcontext():
+                with source_lines.record() if request.sources else nullcontext():
                     module = trace_function(run_with_hooks)(*inputs)
                 return Recording(module, len(calls.hooks), flat.outputs, fakes)
             except (DynamicOutputShapeException, DataDependentOutputException):
@@ -291,7 +291,7 @@ def capture(
             if type(error).__module__ == "torch._dynamo.exc":
                 raise higher_order("torch.cond or another operator that takes functions") from error
             batch = {**fakes.batch, **fakes.tensors}
-            explained = explain(error, calls.failed, flat.names, source.fn, batch)
+            explained = explain(error, calls.failed, flat.names, request.fn, batch)
             frames = None if getattr(explained, "placed", False) else user_traceback(error)
     raise explained.with_traceback(frames)  # out here, so that torch's own error is not chained to it
 
@@ -302,13 +302,13 @@ def flatten_batch(batch: Arguments | Sequence[Any]) -> tuple[dict[str, Any], tre
     return {n: unwrap_leaf(v) for n, v in named.items()}, structure
 
 
-def name_inputs(source: Source, recording: Recording) -> TracedProgram:
+def name_inputs(request: TraceRequest, recording: Recording) -> TracedProgram:
     """Make a program of composite ATen ops with named inputs, and give every node its fake value.
 
     Tensors that `fn` closes over, and keys of random numbers, become inputs beside leaves and batch.
     """
     # Leaves and batch come first; `normalize` adds constants and keys after them.
-    fakes, device = recording.fakes, source.device
+    fakes, device = recording.fakes, request.device
     values = {Input("leaf", p): v for p, v in fakes.leaves.items()}
     values |= {Input("batch", n): v for n, v in fakes.tensors.items()}
     graph, keys, constants = normalize(recording.graph_module, len(values))
@@ -325,12 +325,12 @@ def name_inputs(source: Source, recording: Recording) -> TracedProgram:
     # Run the graph on fakes: later stages read shapes, dtypes and memories of its values.
     program = Program(graph, tuple(values), constants, recording.outputs, fakes.mode)
     traced = TracedProgram(program, values, recording.hooks, closed_over, copied)
-    with fakes.mode, torch.set_grad_enabled(source.differentiate):
+    with fakes.mode, torch.set_grad_enabled(request.differentiate):
         propagate(graph, traced.examples())
     return traced
 
 
-def return_writes(source: Source, traced: TracedProgram) -> TracedProgram:
+def return_writes(request: TraceRequest, traced: TracedProgram) -> TracedProgram:
     """Append the new values of leaves that `fn` writes to, such as buffers, to the results, before hooks."""
     program = traced.program
     written, end = written_inputs(program, "leaf"), len(program.results) - traced.hooks
@@ -343,12 +343,12 @@ def return_writes(source: Source, traced: TracedProgram) -> TracedProgram:
     return replace(traced, program=replace(program, outputs=replace(program.outputs, writes=writes)))
 
 
-def remove_writes(source: Source, traced: TracedProgram) -> TracedProgram:
+def remove_writes(request: TraceRequest, traced: TracedProgram) -> TracedProgram:
     """Replace every write in place by a new value, so that the program is pure."""
     program = traced.program
-    with program.fake_mode, torch.set_grad_enabled(source.differentiate):
+    with program.fake_mode, torch.set_grad_enabled(request.differentiate):
         # Look for writes to values that the backward reads while the program still has its writes.
-        if source.differentiate:
+        if request.differentiate:
             check_backward(program.graph, program.outputs.loss, traced.examples(), DIFFERENTIABLE)
         pure = functionalize(program.graph)
         if pure is not program.graph:
@@ -358,7 +358,7 @@ def remove_writes(source: Source, traced: TracedProgram) -> TracedProgram:
     return replace(traced, program=replace(program, graph=pure))
 
 
-def rewrite(source: Source, traced: TracedProgram) -> TracedProgram:
+def rewrite(request: TraceRequest, traced: TracedProgram) -> TracedProgram:
     """Apply hooks at their tensors, and write masks, casts and exchanges as later stages expect them."""
     graph = traced.program.graph
     apply_hooks(graph, traced.hooks)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from fnshard.compiler.ir.program import arguments_of
 from fnshard.compiler.kernels import block_attention  # noqa: F401  (its operators)
-from fnshard.compiler.kernels.segment_source import Source
+from fnshard.compiler.kernels.segment_source import SegmentSource
 
 _lock = threading.RLock()  # torch's switch for cuDNN is one for all threads
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -55,7 +55,7 @@ def count_backends(source: fx.Graph, forward: fx.Graph) -> Counter[str]:
 
 
 @contextmanager
-def choose_kernels(source: Source, target: str) -> Iterator[None]:
+def choose_kernels(source: SegmentSource, target: str) -> Iterator[None]:
     """Let attentions become the kernels that they are on the target, while a source is decomposed.
 
     Args:
@@ -67,7 +67,7 @@ def choose_kernels(source: Source, target: str) -> Iterator[None]:
 
 
 @contextmanager
-def _avoid_cudnn(source: Source) -> Iterator[None]:
+def _avoid_cudnn(source: SegmentSource) -> Iterator[None]:
     """Switch cuDNN off for a source in which its gradients would be wrong."""
     nodes = source.graph.find_nodes(op="call_function", target=_ATTENTION)
     calls = [arguments_of(n.target, n.args, n.kwargs) for n in nodes]

@@ -31,7 +31,7 @@ from fnshard.compiler.kernels.attention_backends import choose_kernels
 from fnshard.compiler.kernels.derived_values import find_derived
 from fnshard.compiler.kernels.kernel import Backward, Kernel, Ref, Refs
 from fnshard.compiler.kernels.remat import Policy, is_saved
-from fnshard.compiler.kernels.segment_source import Argument, Source
+from fnshard.compiler.kernels.segment_source import Argument, SegmentSource
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.kernels.store import Recipe, make_all
 from fnshard.compiler.kernels.weight_grads import split_backward
@@ -52,7 +52,7 @@ class Joint:
 
 
 def differentiate(
-    source: Source, policy: Policy, *, trainable: bool, target: str, apart: bool = False
+    source: SegmentSource, policy: Policy, *, trainable: bool, target: str, apart: bool = False
 ) -> Kernel:
     """Make the forward and the backward of one source, without a name.
 
@@ -135,7 +135,7 @@ def _divide_backward(kernel: Kernel) -> Kernel:
 
 
 @lru_cache(maxsize=16)  # a search makes kernels of a few sources by many policies
-def trace_joint(source: Source, trainable: bool, target: str) -> Joint:
+def trace_joint(source: SegmentSource, trainable: bool, target: str) -> Joint:
     """Trace the forward and the backward of one source; the arguments are those of `differentiate`."""
     from torch._functorch.aot_autograd import aot_export_joint_simple
     from torch._inductor.decomposition import select_decomp_table
@@ -336,7 +336,7 @@ def _flatten_signature(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _tag_recomputed(joint: fx.GraphModule, source: Source) -> None:
+def _tag_recomputed(joint: fx.GraphModule, source: SegmentSource) -> None:
     """Tag values that depend on leaves and constants alone, and views of inputs, to be recomputed.
 
     The backward has leaves, constants and inputs again.
@@ -354,7 +354,7 @@ def _tag_recomputed(joint: fx.GraphModule, source: Source) -> None:
             _tag(node)
 
 
-def _tag_saved(joint: fx.GraphModule, source: Source, save: Sequence[str]) -> tuple[str, ...]:
+def _tag_saved(joint: fx.GraphModule, source: SegmentSource, save: Sequence[str]) -> tuple[str, ...]:
     """Tag every op of the forward: results that `save` names are kept, all others are recomputed.
 
     An op and its several results have one tag, because the partitioner goes by the op's.
@@ -417,7 +417,7 @@ def _is_view(node: fx.Node) -> bool:
     return getattr(target, "__name__", "") == "getitem" and _is_view(node.args[0])
 
 
-def _make_kernel(source: Source, forward: fx.GraphModule, backward: fx.GraphModule) -> Kernel:
+def _make_kernel(source: SegmentSource, forward: fx.GraphModule, backward: fx.GraphModule) -> Kernel:
     """Make a kernel of the partitioner's two graphs.
 
     A value that is an input or an output is not saved again: the backward reads it as such.

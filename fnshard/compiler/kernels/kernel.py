@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import fx
 
-from fnshard.compiler.kernels.segment_source import Argument, Source
+from fnshard.compiler.kernels.segment_source import Argument, SegmentSource
 from fnshard.compiler.kernels.segments import Way
 
 
@@ -74,7 +74,7 @@ class Kernel:
     """
 
     name: str
-    source: Source
+    source: SegmentSource
     forward: fx.GraphModule
     backward: Backward | None
     saved: tuple[Argument, ...] = ()

@@ -37,7 +37,7 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Source:
+class SegmentSource:
     """One distinct segment: a graph over `inputs` that returns `outputs`, and its key."""
 
     graph: fx.Graph
@@ -59,7 +59,7 @@ def extract(
     outputs: Sequence[fx.Node],
     lazy: set[fx.Node],
     placeholders: Mapping[fx.Node, Input],
-) -> tuple[Source, tuple[ValueName, ...]]:
+) -> tuple[SegmentSource, tuple[ValueName, ...]]:
     """Return the source of a segment, and the program names of its inputs in order.
 
     Args:
@@ -107,7 +107,7 @@ def extract(
     ins = tuple(Argument.of(n.meta["val"], kind) for n, kind in inputs.items())
     outs = tuple(Argument.of(n.meta["val"], "value") for n in outputs)
     code = _print_code(graph, ins, outs)
-    return Source(graph, ins, outs, hashlib.sha256(code.encode()).hexdigest()[:16], code), names
+    return SegmentSource(graph, ins, outs, hashlib.sha256(code.encode()).hexdigest()[:16], code), names
 
 
 def _print_code(graph: fx.Graph, inputs: Sequence[Argument], outputs: Sequence[Argument]) -> str:

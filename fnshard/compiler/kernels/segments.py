@@ -12,7 +12,7 @@ from torch import Tensor
 from fnshard.compiler.frontend.exchange import KINDS
 from fnshard.compiler.ir.program import describe
 from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.compiler.kernels.segment_source import Argument, Source
+from fnshard.compiler.kernels.segment_source import Argument, SegmentSource
 
 
 class Way(StrEnum):
@@ -122,7 +122,7 @@ class Segments:
     """
 
     segments: tuple[Segment, ...]
-    sources: Mapping[str, Source]
+    sources: Mapping[str, SegmentSource]
     results: tuple[ValueName, ...]
     values: Mapping[str, Tensor] = field(repr=False, default_factory=dict)
     alike: frozenset[str] = frozenset()

@@ -38,7 +38,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 from fnshard.compiler.ir.program import OpOverload
 from fnshard.compiler.kernels.kernel import Backward, Kernel, Ref
 from fnshard.compiler.kernels.remat import Policy
-from fnshard.compiler.kernels.segment_source import Argument, Source
+from fnshard.compiler.kernels.segment_source import Argument, SegmentSource
 from fnshard.compiler.kernels.segments import Way
 
 MOST_BYTES = 256 << 20  # of all files; the least recently read are removed first
@@ -60,7 +60,7 @@ PLAIN = (type(None), bool, int, float, str)
 class Recipe(NamedTuple):
     """A recipe for a kernel: the arguments of `differentiate`."""
 
-    source: Source
+    source: SegmentSource
     policy: Policy
     trainable: bool
     target: str
@@ -214,7 +214,7 @@ def _claim(folder: Path, key: str, patience: float) -> Iterator[bool]:
 _memory: OrderedDict[tuple[Path, str], Kernel] = OrderedDict()
 
 
-def _recall(folder: Path, key: str, source: Source) -> Kernel | None:
+def _recall(folder: Path, key: str, source: SegmentSource) -> Kernel | None:
     """Return a kernel from memory, or from its file if that is whole; None if there is neither."""
     kernel = _memory.get((folder, key))
     if kernel is None:
@@ -318,7 +318,7 @@ def _encode_kernel(kernel: Kernel) -> dict[str, Any]:
     }
 
 
-def _decode_kernel(values: Mapping[str, Any], source: Source) -> Kernel:
+def _decode_kernel(values: Mapping[str, Any], source: SegmentSource) -> Kernel:
     """Return the kernel that `_encode_kernel` has written down, for a source of the same code."""
     mode = FakeTensorMode()
     with _use_lazy_graph_module(True):

@@ -151,20 +151,20 @@ def order_pipeline(
 
     return [
         Task(
-            chunks[slot.chunk][1],
-            slot.micro,
-            slot.way,
-            slot.micro == accumulate - 1,
-            stage_of[slot.chunk],
+            chunks[task.chunk][1],
+            task.micro,
+            task.way,
+            task.micro == accumulate - 1,
+            stage_of[task.chunk],
         )
-        for slot in order_stages(
+        for task in order_stages(
             stage_of, accumulate, room, costs, ways if differentiate else ways[:1], keeps, limit
         )
     ]
 
 
 @dataclass(frozen=True)
-class Slot:
+class ScheduledTask:
     """A task of a pipeline, by the number of its chunk, with the time at which it would run."""
 
     chunk: int
@@ -187,7 +187,7 @@ def order_stages(
     ways: Sequence[Way] = (Way.FORWARD, Way.BACKWARD),
     keeps: Sequence[KeptBytes] = (),
     limit: float = math.inf,
-) -> list[Slot]:
+) -> list[ScheduledTask]:
     """Return the tasks of all stages, in the order in which they would be done.
 
     Time goes on from task to task: the stage whose next task can begin first takes it. Of two tasks that
@@ -218,7 +218,7 @@ def order_stages(
     waiting = [0] * stages  # by stage, how many tasks of separate gradients could run
     keeps, full = keeps or [KeptBytes()] * chunks, [0.0] * stages  # by stage, the bytes that it keeps
     last = ways[-1]
-    out: list[Slot] = []
+    out: list[ScheduledTask] = []
 
     def find_start(chunk: int, way: Way) -> float | None:
         """Return when all that the next task of a chunk needs is done; None if that is not planned yet."""
@@ -262,7 +262,7 @@ def order_stages(
         # Run it, and note what its stage keeps then.
         micro, stage, start = following[chunk, way], stage_of[chunk], begins[chunk, way]
         end = start + costs(chunk, way)
-        out.append(Slot(chunk, micro, way, start, end))
+        out.append(ScheduledTask(chunk, micro, way, start, end))
         done[chunk, micro, way] = free[stage] = end
         held[stage] += {Way.FORWARD: 1, Way.BACKWARD: -1, Way.WEIGHTS: 0}[way]
         if way is Way.FORWARD:
@@ -281,7 +281,7 @@ def order_stages(
             possible.pop(task, None)
             if task in following and (at := find_start(*task)) is not None:
                 possible[task] = at
-    return sorted(out, key=lambda slot: (slot.end, slot.start, slot.chunk))
+    return sorted(out, key=lambda task: (task.end, task.start, task.chunk))
 
 
 def count_byte_change(keeps: KeptBytes, way: Way, apart: bool) -> float:
@@ -295,14 +295,14 @@ def count_byte_change(keeps: KeptBytes, way: Way, apart: bool) -> float:
 
 
 def count_kept(
-    slots: Sequence[Slot], stage_of: Sequence[int], keeps: Sequence[KeptBytes]
+    tasks: Sequence[ScheduledTask], stage_of: Sequence[int], keeps: Sequence[KeptBytes]
 ) -> dict[int, float]:
     """Return the most bytes that each stage keeps in an order of tasks."""
-    apart = any(slot.way is Way.WEIGHTS for slot in slots)
+    apart = any(task.way is Way.WEIGHTS for task in tasks)
     now, most = dict.fromkeys(stage_of, 0.0), dict.fromkeys(stage_of, 0.0)
-    for slot in sorted(slots, key=lambda slot: slot.start):
-        stage = stage_of[slot.chunk]
-        now[stage] += count_byte_change(keeps[slot.chunk], slot.way, apart)
+    for task in sorted(tasks, key=lambda task: task.start):
+        stage = stage_of[task.chunk]
+        now[stage] += count_byte_change(keeps[task.chunk], task.way, apart)
         most[stage] = max(most[stage], now[stage])
     return most
 
@@ -321,7 +321,7 @@ def usual_room(stages: int, chunks: int) -> list[int]:
     return [2 * (stages - stage - 1) + (each - 1) * stages + 1 for stage in range(stages)]
 
 
-def bubble(slots: Sequence[Slot], stage_of: Sequence[int]) -> float:
+def bubble(tasks: Sequence[ScheduledTask], stage_of: Sequence[int]) -> float:
     """Return the share of their time in which stages have nothing to do."""
-    end, stages = max(slot.end for slot in slots), max(stage_of) + 1
-    return 1 - sum(slot.end - slot.start for slot in slots) / (stages * end)
+    end, stages = max(task.end for task in tasks), max(stage_of) + 1
+    return 1 - sum(task.end - task.start for task in tasks) / (stages * end)

@@ -11,7 +11,7 @@ from torch import fx
 
 from fnshard.compiler.ir.values import SCALES, Kind, ValueName
 from fnshard.compiler.kernels.derived_values import Derived, find_derived
-from fnshard.compiler.kernels.segment_source import Source
+from fnshard.compiler.kernels.segment_source import SegmentSource
 from fnshard.compiler.schedule.buckets import gradient_axes, replica_axes
 from fnshard.compiler.schedule.instructions import (
     COMMUNICATION,
@@ -404,7 +404,7 @@ def _find_kept_leaves(schedule: Schedule) -> list[str]:
     return problems
 
 
-def _find_dependencies(graph: fx.Graph, source: Source, units: Sequence[str]) -> Derived:
+def _find_dependencies(graph: fx.Graph, source: SegmentSource, units: Sequence[str]) -> Derived:
     """Return what nodes of a kernel's graph depend on.
 
     Args:

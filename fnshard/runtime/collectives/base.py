@@ -592,7 +592,7 @@ class Group:
             every = sorted({tuple(sorted(self.mesh.group_ranks(axes, r))) for r in range(self.mesh.size)})
             peers().exchange("groups", b"", self.timeout)  # it names a missing rank, which torch does not
 
-            slack = SLACK_S if backend == "gloo" else 0.0  # `Wait` ends earlier, and says why
+            slack = SLACK_S if backend == "gloo" else 0.0  # `PeerWait` ends earlier, and says why
             timeout = datetime.timedelta(seconds=self.timeout + slack)
             options = None
             if backend == "nccl":  # so that kernels which fill the device do not hold communication up

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh
-from fnshard.mesh.deadlock import Missing, Peers, RankStatus, Wait, lost, process_stat
+from fnshard.mesh.deadlock import Missing, Peers, PeerWait, RankStatus, lost, process_stat
 from fnshard.runtime.collectives.base import check_alike, collective_text, describe
 
 Words = MutableSequence[int]  # 64 bits each
@@ -123,11 +123,11 @@ class Host:
             if not missing():
                 return
             os.sched_yield()
-        with Wait(self.peers, status, self.timeout) as wait:
+        with PeerWait(self.peers, status, self.timeout) as wait:
             if cause := self.wait(missing, wait):
                 raise CollectiveError(lost(what(), cause))
 
-    def wait(self, missing: Missing, wait: Wait) -> str:
+    def wait(self, missing: Missing, wait: PeerWait) -> str:
         """Wait until nobody is missing and return "", or return why somebody will not come."""
         waits = self.memories[self.rank].words(WAITS, 1)
         try:
