@@ -1,4 +1,4 @@
-"""Set up all tests: one thread a process, caches of traces and kernels, warm ranks, the order of files."""
+"""Set up all tests: one thread a process, shared traces and kernels, warm ranks, the order of files."""
 
 import gc
 import os
@@ -14,10 +14,10 @@ from saved import restoring, roots, short_blocks  # noqa: F401  (fixtures)
 from updates import share_updates
 
 CACHE = tempfile.TemporaryDirectory(prefix="fnshard-tests-")
-os.environ["XDG_CACHE_HOME"] = CACHE.name  # jobs find what others of this session compiled, and nothing else
+os.environ["XDG_CACHE_HOME"] = CACHE.name  # nothing is read from the user's caches, or written to them
 torch.set_num_threads(1)
 gc.set_threshold(20_000, 20, 20)  # lowering makes many objects: the default takes a tenth of the suite
-os.environ.setdefault("FNSHARD_CACHE", CACHE.name + "/fnshard")  # workers share their controller's kernels
+os.environ.setdefault("FNSHARD_CACHE", CACHE.name + "/fnshard")  # jobs and workers share kernels
 remember_traces()
 share_updates()
 

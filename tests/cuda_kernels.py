@@ -3,7 +3,8 @@
 Triton keeps binaries by content: the kernel's text, its settings, the kind of GPU, and Triton itself. A
 machine with the same PyTorch and Triton for the same Python finds them if TRITON_CACHE_DIR is `KERNELS` and
 holds a copy of FOLDER: Triton writes absolute paths into its cache. What differs is compiled there as ever.
-The kernels are those of the steps that `python -m experiments.bench case=gpu` makes of fnshard, in its order.
+The kernels are those of `full_shard` with AdamW, at the three sizes at which
+`python -m experiments.bench case=gpu` tries and races it; its other steps are compiled there.
 Needs Triton, and takes minutes on one core.
 """
 
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-if __name__ == "__main__":  # before Triton is imported
+if __name__ == "__main__":  # before Triton is imported; pytest has these folders on the path by itself
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent / "support")]
     os.environ |= {"TRITON_CACHE_DIR": "/tmp/fnshard-kernels", "TRITON_STORE_BINARY_ONLY": "1"}
 
 import torch
@@ -32,7 +34,8 @@ from experiments.lib.decoder import Decoder, loss_function
 from fnshard.compiler.schedule.ir import Schedule
 
 KERNELS = Path("/tmp/fnshard-kernels")
-SIZES = ({"size": "tiny", "length": 256}, {}, {"rows": 8})  # of the stages, as they differ from `CUDA`
+# What differs from `CUDA`: in the smallest model, in the race of 2 rows, and in that of 8.
+SIZES = ({"size": "tiny", "length": 256}, {}, {"rows": 8})
 
 
 def lower_on_paper(config: BenchConfig) -> Schedule:

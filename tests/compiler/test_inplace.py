@@ -96,7 +96,7 @@ def rows(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("write", "leaves", "fix"),
+    ("write", "says", "fix"),
     [
         (tripled, ["strides [2]", "gaps"], "make it dense"),
         (overlap, "overlaps itself", "make it dense"),
@@ -114,7 +114,7 @@ def rows(x: Tensor) -> Tensor:
     ],
 )
 def test_strides_beneath_a_write_are_torchs_or_refused(
-    write: Callable[..., Tensor], leaves: Any, fix: str
+    write: Callable[..., Tensor], says: Any, fix: str
 ) -> None:
     params = {"w": torch.linspace(-1, 1, 4, dtype=torch.float64)}
 
@@ -123,7 +123,7 @@ def test_strides_beneath_a_write_are_torchs_or_refused(
 
     step, x = step_of(loss, params), torch.arange(1.0, 5.0, dtype=torch.float64)
     if fix:
-        with raises(TraceError, leaves=leaves, fix=fix):
+        with raises(TraceError, says=says, fix=fix):
             step(params, x)
     else:
         torch.testing.assert_close(step(params, x), torch.func.grad_and_value(loss)(params, x)[::-1])

@@ -1,4 +1,4 @@
-"""Compiled graphs in files: they run without Inductor as they ran with it, and no file is an error."""
+"""Compiled graphs in files: they run without Inductor as they ran with it; a damaged one is compiled anew."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_is_read_computes_what_was_compiled(folder: Path, monkeypatch: pyte
     assert given == []  # it is boxed
     for ours, plain in zip(read(inputs()), loss(*inputs()), strict=True):
         assert torch.allclose(ours, plain, rtol=1e-5) and ours.stride() == plain.stride()
-    # A ledger runs either on fakes.
+    # The memory ledger runs the wrapper of either on fake tensors.
     assert make_fake_wrapper(read, StorageTracker("cpu")) and make_fake_wrapper(fresh, StorageTracker("cpu"))
     with pytest.raises(AssertionError, match=r"size|stride"):  # shapes are checked
         read([torch.ones(5, 6), *inputs()[1:]])
@@ -128,7 +128,7 @@ def test_keys_differ_where_anything_that_matters_differs() -> None:
     lambda code, library: library.write_bytes(b""),
     lambda code, library: code.write_bytes(code.read_bytes()[:-1]),
     lambda code, library: code.write_bytes(store.seal(b"import os; os._exit(1)")),
-], ids=["no library", "torn", "empty", "cut short", "no row"])  # fmt: skip
+], ids=["no library", "torn", "empty", "cut short", "sealed, but a program"])  # fmt: skip
 def test_what_is_damaged_is_compiled_anew(folder: Path, damage: Callable[[Path, Path], Any]) -> None:
     expected = compile_graph(graph_of())(inputs())
     ((code,), (library,)) = files(folder).values()

@@ -19,14 +19,8 @@ from fnshard.compiler.place.strategies import Call
 from fnshard.compiler.place.writer import Writer
 
 SHAPE, RANKS = (4, 12, 10), (2, 4)
-SPLITS = [
-    Split(0),
-    Split(1),
-    Split(1, 3),
-    Split(2),
-    Split(2, 2),
-    Split(0, 2),
-]  # the last dim is uneven over 4
+SPLITS = [Split(0), Split(1), Split(1, outer=3), Split(0, outer=2)]
+SPLITS += [Split(2), Split(2, outer=2)]  # 10 is uneven over 4
 PAIRS = [
     (now, to, ranks)
     for now, to, ranks in itertools.product([REPLICATED, PARTIAL, *SPLITS], [REPLICATED, *SPLITS], RANKS)
@@ -36,7 +30,7 @@ PAIRS = [
 
 
 def write_conversion(now: Placement, to: Placement, ranks: int) -> torch.fx.Graph:
-    """Write the graph that makes of this rank's part of a value, after the rank's index, the other part."""
+    """Write a graph from (this rank's index, its part as placed `now`) to its part as placed `to`."""
     graph = torch.fx.Graph()
     index, here = graph.placeholder("index"), graph.placeholder("here")
     by = Writer("tensor", ranks, torch.device("cpu"), graph, index)
@@ -63,9 +57,9 @@ def test_a_value_is_converted_by_one_exchange(now: Placement, to: Placement, ran
     assert sent == ([] if now == REPLICATED else [expected])
 
 
-@pytest.mark.parametrize("split", [Split(1), Split(1, 2)], ids=str)
+@pytest.mark.parametrize("split", [Split(1), Split(1, outer=2)], ids=str)
 def test_what_an_exchange_of_another_axis_sends_is_made_for_it(split: Split) -> None:
-    """A view, or what others read too, would be sent where nothing has made it."""
+    """What it sends is a copy that it alone reads, not a view, and not what others read too."""
 
     def fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
         y = p["w"] * x
@@ -90,7 +84,7 @@ def test_an_exchange_of_another_axis_takes_parts_as_they_lie(kind: str, dim: int
     sent = [torch.randn(8, 16, generator=draw) for _ in range(2)]
     received = exchange_on_ranks(sent, kind, "shard", dim, 2, to)
     args, axis = (sent[0], kind, "shard", dim, 2, to), Axis("tensor", 2, {})
-    call = Call(EXCHANGE, args, {}, received[0], (Split(1, 2),), axis)
+    call = Call(EXCHANGE, args, {}, received[0], (Split(1, outer=2),), axis)
     ways = [w for w in rule_of(EXCHANGE)(call) if w.output != PARTIAL]
     assert len(ways) >= 3
     for way in ways:

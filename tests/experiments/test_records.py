@@ -50,7 +50,7 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "o
 CALL = {"role": "assistant", "content": None, "tool_calls": [of("add", a=1)]}
 AS_TEXT = {**CALL, "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}]}
 SHOWN = f"T{json.dumps([ADD])}\n"
-CALLED = f'{SHOWN}u:hi</s>«add({{"a": 1}})</s>»t:2</s>a:«two</s>»'.replace("«add", "a:«add")
+CALLED = f'{SHOWN}u:hi</s>a:«add({{"a": 1}})</s>»t:2</s>a:«two</s>»'
 TALK = "u:hi</s>a:«yo</s>»"
 DOCUMENTED = {
     # OpenAI
@@ -356,7 +356,7 @@ def test_tables_and_lines_give_equal_tokens(chat, tmp_path):
     assert '«f({"a": null})' in every[0][0]
 
 
-def test_objects_whose_order_is_the_tables_are_a_counted_line(chat, tmp_path, capsys):
+def test_a_table_that_reorders_arguments_says_so_in_one_line(chat, tmp_path, capsys):
     """A column of objects has one order of fields, and one type of each; JSON in a text keeps its own."""
     datasets = pytest.importorskip("datasets")
     arguments = [{"b": 1, "a": 2}, {"a": 1, "b": 2.5}]
@@ -502,7 +502,7 @@ FAMILIES = {
     ),
 }
 FUNCTION = [USER, CALL, {"role": "function", "name": "add", "content": "42 apples"}, said("two")]
-TALKS = {  # what each kind of template shows of it, or why it is refused
+TALKS = {  # conversations that each template of FAMILIES has to show whole, or refuse
     "plain": [USER, ASSISTANT],
     "User": [user("hi", role="User"), said("yo", role="Assistant")],
     "system": [SYSTEM, USER, ASSISTANT],
@@ -515,7 +515,7 @@ TALKS = {  # what each kind of template shows of it, or why it is refused
     "thoughts": [USER, said("<think>hm</think>yo"), user("b"), said("c")],
     "two systems": [SYSTEM, {"role": "system", "content": "quietly"}, USER, ASSISTANT],
 }
-LOST = {  # the talks that a kind of template does not show whole
+LOST = {  # the talks that are refused, since the template would lose a part of them
     "qwen2.5": ("input",),
     "qwen3": ("input",),
     "llama3": ("beside a call",),

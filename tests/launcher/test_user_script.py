@@ -160,7 +160,7 @@ def test_a_function_without_an_importable_name_is_refused(function):
 
 @pytest.mark.long  # it is executed, and imports torch twice
 def test_a_script_without_a_guard_is_told_so(tmp_path):
-    """It is executed: a fork has its `__main__`."""
+    """Python executes it: the ranks of a forked script would not import it again."""
     script = tmp_path / "bare.py"
     script.write_text("import fnshard as fs\ndef main(): ...\nfs.launch(main, ranks=1)\n")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

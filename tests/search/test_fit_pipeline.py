@@ -33,9 +33,9 @@ def loss(params: Any, x: Any) -> Any:
 
 
 @cache
-def space_of(stages: int) -> Any:
-    """Return the plans of eight units."""
-    mesh = fs.make_mesh(pipeline=stages, shard=2, abstract=True, device="cpu")
+def make_wide_space() -> Any:
+    """Return the space of plans of WIDE over two stages of two ranks."""
+    mesh = fs.make_mesh(pipeline=2, shard=2, abstract=True, device="cpu")
     return make_space(loss, WIDE, mesh, batch=(rows(8),))
 
 
@@ -45,7 +45,7 @@ def rows(count: int) -> Any:
 
 @pytest.mark.long
 def test_a_plan_of_a_pipeline_is_priced_as_its_step_is() -> None:
-    space = space_of(2)
+    space = make_wide_space()
     found = search_space(space, space.hardware.memory_bytes)
     lowered, line = found.lowered, found.timeline
     assert len(lowered.schedules) == 2 and found.chosen.choice.accumulate >= 2
@@ -60,7 +60,7 @@ def test_a_plan_of_a_pipeline_is_priced_as_its_step_is() -> None:
 @pytest.mark.long
 def test_chunks_are_recut_and_the_best_number_is_found() -> None:
     """Four chunks a stage are all that eight units have room for; each plan is what its preset would be."""
-    space = space_of(2)
+    space = make_wide_space()
     mesh = space.meshes[0]
     plans = space.on(mesh)
     assert plans.chunks == (None, 2, 4)
@@ -76,7 +76,7 @@ def test_chunks_are_recut_and_the_best_number_is_found() -> None:
 
 @pytest.mark.long
 def test_less_memory_is_a_smaller_peak_of_the_fullest_stage() -> None:
-    space = space_of(2)
+    space = make_wide_space()
     free = search_space(space, space.hardware.memory_bytes)
     tight = search_space(space, int(0.8 * free.peak_bytes))
     assert tight.peak_bytes <= 0.8 * free.peak_bytes
@@ -118,17 +118,17 @@ def test_tasks_are_put_in_order_by_the_flops_of_their_kernels(monkeypatch: pytes
 
 def test_a_message_shares_a_link_with_a_gather_and_does_not_queue_behind_it() -> None:
     clock = _OverlappedClock()
-    line = {name: ValueName(Kind.FLIGHT, name) for name in ("leaf", "message", "later")}
-    gather = Gather("u", "forward", (), (line["leaf"],), bucket="b")
-    again = Gather("u", "forward", (), (line["later"],), bucket="b")
-    send = Send("u", "forward", (), (line["message"],), stage=1)
+    flights = {name: ValueName(Kind.FLIGHT, name) for name in ("leaf", "message", "later")}
+    gather = Gather("u", "forward", (), (flights["leaf"],), bucket="b")
+    again = Gather("u", "forward", (), (flights["later"],), bucket="b")
+    send = Send("u", "forward", (), (flights["message"],), stage=1)
     flies = {"lane": COMMUNICATION, "link_seconds": {"network": 1.0}, "flight_seconds": 1.0}
     short = {"lane": COMMUNICATION, "link_seconds": {"network": 0.1}, "flight_seconds": 0.1}
     clock.step(0, gather, Price(communicator="gathers", **flies))
     clock.step(1, send, Price(communicator="messages", **short))
     clock.step(2, again, Price(communicator="gathers", **flies))
-    assert clock.landing(line["leaf"]) == 1.0 and clock.landing(line["message"]) == pytest.approx(0.2)
-    assert clock.landing(line["later"]) == pytest.approx(2.1)  # it waits for the bytes of both
+    assert clock.landing(flights["leaf"]) == 1.0 and clock.landing(flights["message"]) == pytest.approx(0.2)
+    assert clock.landing(flights["later"]) == pytest.approx(2.1)  # it waits for the bytes of both
 
 
 # ------------------------------------------------------------------ pictures

@@ -250,7 +250,7 @@ def test_a_state_may_be_changed_copied_and_pickled_between_steps():
     with raises(fs.SpecError, leaves="params['scale']"):
         step(state, torch.ones(1, 2))
     kept = weakref.ref(state.params["w"])
-    state.consume("nobody")
+    state.consume("nobody")  # the state that takes the tensors is dropped at once
     assert kept() is None
 
 
@@ -286,8 +286,18 @@ def test_a_replay_is_a_second_step():
     params = {"w": torch.ones(3)}
     step = step_of(lambda p, x: (p["w"] * x).sum(), params)
     step(params, torch.ones(3))
-    again = step.replay(backend="eager")
-    loss, _ = again(params, torch.ones(3))
-    assert float(loss) == 3.0
-    assert again.resolved.stored == step.resolved.stored and again.fn is step.fn
+    again, slower = step.replay(), step.replay(sources=True)
+    for replay in (again, slower):
+        loss, _ = replay(params, torch.ones(3))
+        assert float(loss) == 3.0
+        assert replay.resolved.stored == step.resolved.stored and replay.fn is step.fn
+    # With the same options it runs the very kernels of the first step; with others it has its own.
+    assert again._cache.programs is step._cache.programs is not slower._cache.programs
+    assert not step.options.sources and slower.options.sources
+
+
+def test_front_is_the_program_cut_into_segments():
+    params = {"w": torch.ones(3)}
+    step = step_of(lambda p, x: (p["w"] * x).sum(), params)
+    step(params, torch.ones(3))
     assert len(step.front(torch.ones(3)).segments.segments) == 1

@@ -16,11 +16,12 @@ Fn = Callable[..., Any]
 def function(forward: Fn, backward: Fn, options: str = "") -> Fn:
     """Return `apply` of a Function from the tensors that `forward(*v)` takes to `y`, or to several.
 
-    `backward(g, y, *v)` gives the gradient of the first of `v`, or a tuple of all; `g` is of `y`, or of the
-    first of them. Options: "setup" (a setup_context in the place of a forward with a context), "attribute"
-    (tensors are kept on the context as they are), "once" (once_differentiable), "aside" (a second result that
-    is not differentiable), "two" (a second one that is), "unmaterialized" (None for no gradient), "dirty"
-    (the first of `v` is written to).
+    `backward(g, y, *v)` gives the gradient of the first of `v`, or a tuple of all. `g` is 0.7 times the
+    gradient of `y`, or of the first of several, so that a gradient shows whether `backward` was called.
+    Options: "setup" (a setup_context in the place of a forward with a context), "attribute" (tensors are kept
+    on the context as they are), "once" (once_differentiable), "aside" (a second result that is not
+    differentiable), "two" (a second one that is), "unmaterialized" (None for no gradient), "dirty" (the first
+    of `v` is written to).
     """
     flags = set(options.split())
 
@@ -71,7 +72,7 @@ def function(forward: Fn, backward: Fn, options: str = "") -> Fn:
 
 @torch.library.custom_op("fnshard_fuzz::scaled_square", mutates_args=())
 def scaled_square(x: Tensor, scale: float) -> Tensor:
-    """Compute a square by an operator whose derivative is another one's."""
+    """Compute a square by an operator whose backward is half its true derivative."""
     return x.square() * scale
 
 

@@ -227,7 +227,7 @@ def updates(schedule: Schedule) -> dict[tuple[LeafForm, ...], tuple[str, ...]]:
     return out
 
 
-def graphs(dtype: torch.dtype) -> Iterator[tuple[str, bool, Callable[[], fx.GraphModule]]]:
+def graphs(dtype: torch.dtype) -> Iterator[tuple[str, bool, fx.GraphModule]]:
     """Yield every kernel of a step forwards and backwards, and its distinct updates."""
     mesh = fs.make_mesh(shard=2, abstract=True, device="cuda")
     apply, params = fs.make_functional(Model())
@@ -243,7 +243,7 @@ def graphs(dtype: torch.dtype) -> Iterator[tuple[str, bool, Callable[[], fx.Grap
     yield from graphs_of(found.schedule)
 
 
-def graphs_of(schedule: Schedule) -> Iterator[tuple[str, bool, Callable[[], fx.GraphModule]]]:
+def graphs_of(schedule: Schedule) -> Iterator[tuple[str, bool, fx.GraphModule]]:
     """Yield every kernel of a schedule forwards and backwards, and its distinct updates."""
     for kernel in schedule.kernels.values():
         for way, module in kernel.modules.items():
