@@ -222,12 +222,17 @@ class Saving:
         Raises:
             CheckpointError: it could not be written.
         """
-        wait_all([self._written])
-        # Remove it from the list first, so that `wait_for_save` does not raise its error again.
-        if self in _in_flight:
-            _in_flight.remove(self)
-        self._written.result()
+        error = self.join()
+        if error is not None:
+            raise error
         return self.path
+
+    def join(self) -> BaseException | None:
+        """Wait until it has ended; return its error. A wait that is interrupted leaves it in flight."""
+        wait_all([self._written])
+        if self in _in_flight:  # from here on `wait_for_save` does not return its error again
+            _in_flight.remove(self)
+        return self._written.exception()
 
 
 _in_flight: list[Saving] = []  # the save that this process still writes: at most one
@@ -247,11 +252,8 @@ def wait() -> None:
 def wait_for_save() -> BaseException | None:
     """Wait for the save in the background; return its error if it failed and nobody has raised that yet."""
     error = None
-    for saving in list(_in_flight):  # a copy, since `wait` removes the save
-        try:
-            saving.wait()
-        except BaseException as failure:
-            error = failure
+    for saving in list(_in_flight):  # a copy, since `join` removes the save
+        error = saving.join() or error
     return error
 
 

@@ -7,6 +7,7 @@ import shutil
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import saved
@@ -15,6 +16,7 @@ from errors import raises
 
 import fnshard as fs
 from fnshard import checkpoint
+from fnshard.checkpoint import saving as saves
 from fnshard.errors import CheckpointError, CheckpointWarning, StateError
 from fnshard.runtime.files import folder as folders
 from fnshard.runtime.files import tensorfile
@@ -146,6 +148,24 @@ def test_the_next_save_waits_and_tells_what_went_wrong(tmp_path: Path) -> None:
     assert checkpoint.all_steps(tmp_path)[0] == 9
     checkpoint.wait()
     assert checkpoint.all_steps(tmp_path) == [9, 10]
+
+
+@pytest.mark.parametrize("call", ["wait", "save", "restore"])
+def test_an_interruption_while_a_save_is_awaited_is_no_error_of_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    step = one()
+    checkpoint.save(tmp_path / "6", saved.make_known(step, 6))
+    saving = checkpoint.save_async(tmp_path / "7", saved.make_known(step, 7))
+    state = saved.make_known(step, 8)
+    arguments = {"wait": (), "save": (tmp_path / "8", state), "restore": (tmp_path, step)}[call]
+    with monkeypatch.context() as patch:
+        patch.setattr(saves, "wait_all", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            getattr(checkpoint, call)(*arguments)
+    assert not (tmp_path / "8").exists()  # a second one is not written beside the first
+    checkpoint.wait()
+    assert saving.done and checkpoint.all_steps(tmp_path) == [6, 7]
 
 
 def background(rank: int, root: str) -> list[str]:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from fnshard import tree
 from fnshard.compiler.deferred.tape import leaves_of
 from fnshard.compiler.frontend.transforms import Patch, while_tracing
-from fnshard.compiler.ir.program import WRITES, describe
+from fnshard.compiler.ir.program import describe, storage_id
 from fnshard.errors import TraceError
 
 Function = Callable[..., Any]
@@ -75,6 +75,9 @@ class _Branch(TorchFunctionMode):
 
     The branch that is not taken gets gradients of 0. Where such a 0 meets an infinite derivative it becomes
     NaN, and the gate makes it 0 again.
+
+    The branch must not write to outside tensors, since both branches run. A write raises the version that a
+    tensor shares with its views, whatever the call (a method, `out=`, `inplace=True`).
     """
 
     def __init__(self, taken: Tensor):
@@ -83,6 +86,7 @@ class _Branch(TorchFunctionMode):
         # Tensors that the branch has made or gated are kept alive, so that no other gets the same id.
         self.inner: dict[int, Tensor] = {}
         self.gates: dict[int, tuple[Tensor, Tensor]] = {}
+        self.outside: dict[int, tuple[Tensor, int]] = {}  # with its version when the branch first read it
 
     def gate(self, value: Any) -> Any:
         """Return a value behind the gate, or itself if the branch has made it or it has no gradient."""
@@ -91,19 +95,31 @@ class _Branch(TorchFunctionMode):
         if id(value) not in self.gates:
             gated = torch.where(self.taken, value, value.detach())
             self.gates[id(value)], self.inner[id(gated)] = (value, gated), gated
+            self.outside[id(gated)] = gated, gated._version  # a write to it means the value
         return self.gates[id(value)][1]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        is_write = WRITES.fullmatch(name) and args and isinstance(args[0], Tensor)
-        if is_write and id(args[0]) not in self.inner:
-            raise TraceError(
-                f"a branch of torch.cond writes to a tensor from outside, {describe(args[0])}, by {name}.",
-                fix="branches are pure: return the new value, or clone the tensor in the branch first.",
-            )
-        args, kwargs = fx.node.map_aggregate((tuple(args), dict(kwargs or {})), self.gate)
+        kwargs = kwargs or {}
+        for value in leaves_of((args, kwargs), Tensor):
+            if id(value) not in self.inner:
+                self.outside.setdefault(id(value), (value, value._version))
+        args, kwargs = fx.node.map_aggregate((tuple(args), dict(kwargs)), self.gate)
         result = func(*args, **kwargs)
-        self.inner |= {id(v): v for v in leaves_of(result, Tensor)}
+        results = leaves_of(result, Tensor)
+        self.inner |= {id(v): v for v in results}
+
+        # `.data` lies in the memory of its tensor, but has a version of its own.
+        if func == torch.Tensor.data.__get__:
+            memories = {storage_id(v) for v, _ in self.outside.values()}
+            self.outside |= {id(v): (v, v._version) for v in results if storage_id(v) in memories}
+
+        for value, version in self.outside.values():
+            if value._version != version:
+                name = getattr(func, "__name__", "")
+                raise TraceError(
+                    f"a branch of torch.cond writes to a tensor from outside, {describe(value)}, by {name}.",
+                    fix="branches are pure: return the new value, or clone the tensor in the branch first.",
+                )
         return result
 
 
