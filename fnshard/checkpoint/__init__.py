@@ -205,8 +205,8 @@ def restore(
         CheckpointError: there is no checkpoint, or no complete one, or it is of another model or optimizer.
     """
     root = as_path(path, "restore(path, step)")
-    on, fill = state_filler(step_or_specs, mesh, disk_dir)
-    return _restore_newest(root, fill, on, timeout)
+    target_mesh, fill = state_filler(step_or_specs, mesh, disk_dir)
+    return _restore_newest(root, fill, target_mesh, timeout)
 
 
 def restore_params(
@@ -236,7 +236,7 @@ def restore_params(
         raise CheckpointError(f"only={only!r}: a glob of paths, or a list of them.")
 
     # As in `restore`, but with parameters alone, and perhaps only some.
-    resolved, on = specs_and_mesh(step_or_specs, mesh)
+    resolved, target_mesh = specs_and_mesh(step_or_specs, mesh)
 
     def make(found: Manifest) -> tuple[Any, dict[str, Any]]:
         # Choose the leaves: all, or those of which a glob matches the path.
@@ -255,17 +255,17 @@ def restore_params(
         # Make blank blocks. A master copy may fill a parameter, so the saved ones are among the sources.
         specs = resolve_as_saved(specs, found)
         masters = {n: leaf for n, leaf in found.leaves.items() if n.startswith("optimizer/")}
-        params = specs.tree_of(blank_params(specs.stored, on, disk_dir))
-        leaves = check_param_leaves(params, specs, on)
-        foreign = specs.stored.keys() - specs_here(specs.stored, on).keys()
-        return params, restore_targets(leaves, saved | masters, set(), foreign)
+        params = specs.tree_of(blank_params(specs.stored, target_mesh, disk_dir))
+        leaves = check_param_leaves(params, specs, target_mesh)
+        of_other_stages = specs.stored.keys() - specs_here(specs.stored, target_mesh).keys()
+        return params, restore_targets(leaves, saved | masters, set(), of_other_stages)
 
     def fill(folder: Path, found: Manifest, group: Any) -> Any:
         params, targets = run_together(group, f"restoring {folder}", lambda: make(found))
-        load_blocks(folder, found, targets, on, group)
+        load_blocks(folder, found, targets, target_mesh, group)
         return params
 
-    return _restore_newest(root, fill, on, timeout)
+    return _restore_newest(root, fill, target_mesh, timeout)
 
 
 def _restore_newest(

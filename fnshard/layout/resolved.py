@@ -104,7 +104,7 @@ class ResolvedSpecs:
 
     @property
     def seen(self) -> dict[str, LayoutSpec]:
-        """`stored`, with complex leaves as `fn` and the user see them."""
+        """`stored`, with complex leaves as `fn` and the user see them. Codes stay parts of their leaf."""
         return self.stored | {p: self.leaves[p] for p in self.complex}
 
     def blocks_of(self, params: Any) -> dict[str, Any]:

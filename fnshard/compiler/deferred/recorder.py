@@ -44,7 +44,7 @@ class Recorder(TorchDispatchMode):
         tape: the log.
         modules: the modules that have registered something, by id.
         paused: whether operators run without being recorded.
-        draw_count: how many random operators were recorded; the generator's mark counts them, too.
+        draw_count: how many random operators were recorded. The generator's seed is MARK plus this count.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Recorder(TorchDispatchMode):
         self.draw_count = 0
 
     def note_module(self, module: nn.Module, name: str, value: Any) -> None:
-        """Note a module that registers something."""
+        """Note a module that registers a parameter, a buffer or a module."""
         self.modules[id(module)] = module
 
     def knows(self, value: Tensor) -> bool:
@@ -76,7 +76,9 @@ class Recorder(TorchDispatchMode):
         kept = value.detach().clone()
         made = torch.empty_strided(kept.shape, kept.stride(), dtype=kept.dtype, device=META)
         memory = storage_id(made)
-        call = RecordedCall(torch.clone, (), {}, (), (memory,), {0: made.detach()}, constant=kept)
+        call = RecordedCall(
+            torch.clone, (), {}, overwrites=(memory,), makes={0: made.detach()}, constant=kept
+        )  # fmt: skip
         self.tape.add(call, [memory])
         return made
 
@@ -174,7 +176,7 @@ class Recorder(TorchDispatchMode):
         written = _written_tensors(op, args, kwargs)
         made = {i: v.detach() for i, v in enumerate(results) if not self.knows(v)}
         if torch.Tag.inplace_view in op.tags or not (written or made):
-            return result  # an alias is noted where it is used
+            return result  # a view is no call: later calls have it as their argument
         name = op._schema.name.removeprefix("aten::")
 
         # Which memories does it read, and which does it overwrite as a whole?
@@ -196,7 +198,7 @@ class Recorder(TorchDispatchMode):
         args, kwargs = map_leaves((args, kwargs), Tensor, Tensor.detach)
         new = set(map(storage_id, made.values()))
         call = RecordedCall(
-            op, args, kwargs, tuple(read), tuple(new | (whole - read)), made,
+            op, args, kwargs, reads=tuple(read), overwrites=tuple(new | (whole - read)), makes=made,
             is_random=is_random, is_blank="empty" in name, default_dtype=torch.get_default_dtype(),
         )  # fmt: skip
         self.tape.add(call, [*map(storage_id, written), *new])

@@ -104,7 +104,7 @@ def _get_run(alias: Tensor) -> tuple[int, int]:
 
 
 def describe(call: RecordedCall) -> str:
-    """Return a call of a leaf that can be cut as text, which is equal in all processes."""
+    """Describe the call that makes a leaf which can be cut, in text that is equal in all processes."""
     args, kwargs = map_leaves((call.args, call.kwargs), Tensor, _get_run)
     return f"{call.name} {args} {kwargs} {None if call.constant is None else call.constant.tolist()}"
 

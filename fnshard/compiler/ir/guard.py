@@ -34,7 +34,7 @@ from fnshard.compiler.ir.source_lines import is_users
 from fnshard.tree import is_same
 
 MEMBERS = 1_000  # a container with more members is data: only its length is compared
-CACHE = type(lru_cache(len))
+CACHE = type(lru_cache(len))  # the type of what `functools.lru_cache` returns
 _WRAPPERS = (MethodType, partial, property, cached_property, staticmethod, classmethod, CACHE)
 _WRAPPED = ("__self__", "__func__", "func", "args", "keywords", "fget", "__wrapped__")
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
@@ -183,7 +183,7 @@ class Guard:
         reached: all that `fn` could reach before the trace.
         written: the paths that `fn` itself has written to, which may change.
         in_place: the tensors that the program reads where they are.
-        copied: the tensors that it has copied.
+        copied: the tensors of which it has a copy on another device.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ class Limit:
 class Outputs:
     """A description of which of the program's flat results are which of `fn`'s outputs.
 
-    A forward-only program has no loss, and no "scalar" entries.
+    A forward-only program has no loss. Its entries of `aux` are tensors, Means and Python values.
 
     Args:
         loss: the index of the loss, or of the Mean's total.
@@ -67,7 +67,7 @@ class Outputs:
         aux_structure: the structure of the aux tree.
         aux: one entry per leaf of aux: ("scalar", i), ("complex", i, j), ("mean", i, j), ("tensor", i) or
             ("python", value).
-        bound: the Mean's bound.
+        bound: the most that one rank's Mean may count, if `fn` says so.
         writes: by path, the index of the new value of a leaf that `fn` writes to.
         limits: limits that must not be exceeded.
     """
@@ -82,14 +82,17 @@ class Outputs:
 
     @property
     def summed(self) -> list[int]:
-        """Return the indices that ranks sum: the loss, a Mean's count, scalars and Means of aux, limits."""
+        """Return the indices that ranks sum: the loss, a Mean's count, scalars and Means of aux, limits.
+
+        It is read of programs with a loss.
+        """
         count = [] if self.count is None else [self.count]
         aux = [i for kind, *indices in self.aux if kind in ("scalar", "complex", "mean") for i in indices]
         return [self.loss, *count, *aux, *(limit.result for limit in self.limits)]
 
     @property
     def returned(self) -> list[int]:
-        """Return the indices of a rank's own results: tensors of aux; without a loss, all that is summed."""
+        """Return the indices of a rank's own results: tensors of aux. Without a loss, Means and limits too."""
         kinds = ("tensor",) if self.loss is not None else ("tensor", "mean")
         aux = [i for kind, *indices in self.aux if kind in kinds for i in indices]
         return aux if self.loss is not None else [*aux, *(limit.result for limit in self.limits)]

@@ -76,6 +76,7 @@ def place_axes(
 
     Args:
         sequences: the dim of each batch leaf that the context axis splits.
+        residual, attention: as in `Axis`.
     """
     traced = program
     named = {"tensor", *(a for s in specs.values() for a in s.compute.axes)}
@@ -134,7 +135,7 @@ class Placer:
         values: the placed value of each node of the program.
         converted: conversions so far, by the value's node and its new placement; each is made once.
         gathered: texts of ops that have no rule and take whole values, for one warning.
-        record: what the walk does, for the check at its end.
+        record: placements, calls and conversions of the walk, with which its end compares the graph.
     """
 
     program: Program
@@ -217,7 +218,7 @@ class Placer:
 
         # Every strategy pays for parts of a sum, which have to be summed for an op that is not linear. Where
         # the best one pays more than that, the op's definition in smaller ops may do with less.
-        needed = sum(map(self.price_sum, sources)) if cost >= 1 else 0.0
+        needed = sum(map(self.price_sum, sources)) if cost else 0.0
         if cost > needed:
             cast = "autocast" in self.writer.meta
             body = self.writer.make_once((call.key, cast), lambda: expand_call(call, cast))

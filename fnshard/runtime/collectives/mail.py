@@ -32,7 +32,7 @@ class Letter:
     """The use of a slot by a message that is under way; `taken` says whether its receiver has it."""
 
     taken: Callable[[], bool]
-    finished: bool = False  # a sender never waits for a receiver, but takes more memory
+    finished: bool = False  # never True: a sender takes more memory rather than wait for a receiver
 
     def free(self) -> bool:
         """Return whether no rank will read the slot any more."""
@@ -100,7 +100,7 @@ class Mailbox:
         text = describe_message("recv", what, rank, here)
 
         def take() -> list[Tensor]:
-            status = RankStatus("", "", self._name_channel(rank, here), number, [rank])
+            status = RankStatus("", channel=self._name_channel(rank, here), number=number, ranks=[rank])
             self.host.meet(lambda: [] if theirs[SENT] > number else [rank], status, lambda: text)
             fence()  # the row must not be older than the count
             row = 2 + 2 * (number % RING)
@@ -126,7 +126,8 @@ class Mailbox:
         here = self.host.rank
         for rank, number in self.sent.items():
             theirs = self._view_words(self.host.memories[rank], here)
-            status = RankStatus("", "", f"{self._name_channel(here, rank)} taken", number - 1, [rank])
+            channel = f"{self._name_channel(here, rank)} taken"
+            status = RankStatus("", channel=channel, number=number - 1, ranks=[rank])
             text = describe_message("send", f"message {number}", here, rank)
 
             def missing(theirs: Words = theirs, rank: int = rank, number: int = number) -> list[int]:
@@ -136,7 +137,7 @@ class Mailbox:
 
     def bytes_used(self) -> int:
         """Return the bytes of memory that were ever touched."""
-        return self.slots.top - self.slots.floor + len(self.sent) * RING_BYTES
+        return self.slots.top - self.slots.floor + len({*self.sent, *self.received}) * RING_BYTES
 
     def _view_words(self, memory: Memory, peer: int) -> Words:
         """Return the words in which a memory's rank counts its messages with a peer."""

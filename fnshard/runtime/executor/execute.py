@@ -33,7 +33,7 @@ def bind(context: ExecutorContext) -> Callable[[Env], Env]:
     if worker is not None:
         waits = _find_waits(context.schedule)
         actions = [_wait_for_worker(a, context) if w else a for a, w in zip(actions, waits, strict=True)]
-    if context.watch is not None:
+    if context.watch is not None:  # `fs.debug` wraps every action; there is no worker then
         actions = [context.watch(n, lines[n], a) for n, a in enumerate(actions)]
     # A stage that returned before others have taken its messages could free them, or end its process.
     flush = context.comm.flush if context.mesh.stages > 1 else None
@@ -64,7 +64,7 @@ def bind(context: ExecutorContext) -> Callable[[Env], Env]:
 
 
 def _wait_for_worker(action: Action, context: ExecutorContext) -> Action:
-    """Return an action that first waits for the host's thread, and for the copies that this thread began."""
+    """Return an action that first waits for the host's thread, and for the copies that it began."""
 
     def run(env: Env) -> None:
         context.transfers.join()

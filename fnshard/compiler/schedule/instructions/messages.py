@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ class Message(Instruction):
 
     Args:
         stage: the stage at the other end.
-        values: the names of the values that travel, which are alike at both ends.
+        values: the names of the values that travel, the same at both ends.
         likes: their shapes and dtypes.
     """
 
@@ -99,6 +98,7 @@ class Send(Message):
         return on_arrival(wait, lambda env, _: None)
 
     def price(self, pricer: Pricer) -> Price:
+        # It takes no time of the device, only of the link.
         return pricer.copy(0.0, **pricer.message(self.stage, float(self.size_bytes)))
 
 
@@ -141,7 +141,7 @@ class Recv(Message):
         return pricer.compute(0.0, 0.0)
 
 
-def pair_of(line: Any, stage: int) -> tuple[int, int]:
+def pair_of(line: Message, stage: int) -> tuple[int, int]:
     """Return the stages that a message goes from and to.
 
     Args:
