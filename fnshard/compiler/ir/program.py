@@ -92,7 +92,10 @@ class Outputs:
 
     @property
     def returned(self) -> list[int]:
-        """Return the indices of a rank's own results: tensors of aux. Without a loss, Means and limits too."""
+        """Return the indices of results that are a rank's own.
+
+        These are tensors of aux; in a program without a loss, Means and limits too.
+        """
         kinds = ("tensor",) if self.loss is not None else ("tensor", "mean")
         aux = [i for kind, *indices in self.aux if kind in kinds for i in indices]
         return aux if self.loss is not None else [*aux, *(limit.result for limit in self.limits)]
