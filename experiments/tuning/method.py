@@ -352,7 +352,8 @@ def _make_optimizer(config: FinetuneConfig, tuning: Tuning) -> fs.optim.Optimize
     """Make the optimizer. Norms, biases and embeddings do not decay."""
     named = tree.flatten_with_paths(tuning.params)[0]
     trained = {p: v for p, v in named.items() if v.requires_grad}
-    undecayed_paths = [p for p, v in trained.items() if v.dim() < 2 or EMBEDDING.search(p.partition(".")[2])]
+    # The whole path counts: its first part is a key such as "policy" in some methods, and a leaf's in others.
+    undecayed_paths = [p for p, v in trained.items() if v.dim() < 2 or EMBEDDING.search(p)]
     chosen = replace(config.optimizer, lr=choose_rate(config, tuning))
     if len(undecayed_paths) == len(trained):  # a rule for the others would match nothing
         chosen, undecayed_paths = replace(chosen, weight_decay=0.0), []

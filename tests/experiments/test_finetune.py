@@ -29,7 +29,7 @@ from experiments.lib.folder import read_result
 from experiments.lib.launch import start
 from experiments.tuning import dataset, model_directory, objectives
 from experiments.tuning.lm import from_directory
-from experiments.tuning.method import Tuning, default_rate, make_tuning
+from experiments.tuning.method import Tuning, _make_optimizer, default_rate, make_tuning
 from experiments.tuning.model_directory import ADAPTERS, EXPORTED, directory_of, export, keep_base
 from fnshard.errors import LaunchError
 from fnshard.launcher.rank import Stop
@@ -236,6 +236,41 @@ def test_pairs_are_compared_by_their_rows(model, data, tmp_path, name):
     expected, _ = getattr(fs.losses.policy, name)(*numbers, beta=0.7, counted=there, **more)
     assert float(loss.total) == pytest.approx(float(expected.total), rel=1e-5)
     assert float(loss.count) == float(expected.count) and "accuracy" in aux
+
+
+@pytest.mark.parametrize(
+    ("method", "objective", "keys"),
+    [
+        ("full", "sft", ()),  # the tree is the model's leaves; the others have keys before these
+        ("full", "dpo", ("policy",)),
+        ("full", "reward", ("policy", "score")),
+        ("lora", "sft", ("adapters",)),
+        ("lora", "reward", ("adapters", "score")),
+    ],
+)
+def test_the_same_leaves_decay_in_every_method(model, data, tmp_path, method, objective, keys):
+    """A leaf of the model's root may have an embedding's name, as "embed_out" of GPT-NeoX has."""
+    lm = from_directory(model)
+    leaves = {p.replace("lm_head", "embed_out"): leaf for p, leaf in lm.params.items()}
+    lm = replace(lm, params=leaves, _head="embed_out.weight")
+    targets = ["method.targets=embed_out.weight|*.up_proj.weight"] if method == "lora" else []
+    config = config_of(
+        model, data, tmp_path, f"method={method}", f"objective={objective}", "optimizer.weight_decay=0.5",
+        "schedule=constant", "schedule.warmup=0", *targets,
+    )  # fmt: skip
+    tuning = make_tuning(config, lm)
+    assert {*keys} <= {*tuning.params}
+    named, _ = fs.tree.flatten_with_paths(tuning.params)
+    start = {path: torch.ones(leaf.shape) for path, leaf in named.items() if leaf.requires_grad}
+
+    # A leaf without a gradient changes by its decay alone.
+    optimizer = _make_optimizer(config, tuning)
+    zeros = {path: torch.zeros_like(leaf) for path, leaf in start.items()}
+    step = fs.optim.Step(torch.tensor(0), norm=torch.tensor(0.0))
+    after, _ = fs.optim.apply_updates(optimizer, zeros, fs.optim.init_slots(optimizer, start), start, step)
+    kept = {path for path, leaf in start.items() if torch.equal(after[path], leaf)}
+    assert kept == {path for path, leaf in start.items() if leaf.dim() < 2 or "embed_" in path}
+    assert any("embed_out" in path for path in kept) and kept < start.keys()
 
 
 # ------------------------------------------------------------------ what is refused
