@@ -99,9 +99,14 @@ class DraftPanel:
         self._mark_changed()
 
     def _mark_changed(self) -> None:
-        """Note a change. No run can be started before `compose` has checked it."""
+        """Note a change. Until `compose` has checked it, no run can be started."""
         self.changes += 1
         self.button.disable()
+        self._mark_old()
+
+    def _mark_old(self) -> None:
+        """Grey out the prediction that is shown. It is of an older draft, or of another machine."""
+        self.prediction.classes("old")
 
     def _suggest_name(self) -> None:
         """Set the name of the run to the time."""
@@ -175,6 +180,7 @@ class DraftPanel:
 
     def _change_machine(self, name: str) -> None:
         self.machine, self.predicted = name, 0  # so `predict` is due again
+        self._mark_old()
 
     def _start(self) -> None:
         try:
@@ -210,14 +216,21 @@ class DraftPanel:
             self.button.enable()
 
     async def predict(self) -> None:
-        """Predict the draft if it is right and has changed. A timer of the page calls it."""
+        """Predict the draft if it is right and has changed. A timer of the page calls it.
+
+        What is predicted, an error too, is shown only if neither the draft nor the machine has changed
+        meanwhile. What was shown before stays greyed out then, and the next calls predict the newer draft.
+        """
         if self.composed != self.changes or self.predicted == self.changes or not self.is_right:
             return
+        asked = self.changes, self.machine
         self.predicted = self.changes
         self.waiting.set_visibility(True)
-        self.prediction.classes("old")
+        self._mark_old()
         prediction = await asyncio.to_thread(self.predictor.ask, self.draft, self.machine)
         self.waiting.set_visibility(False)
+        if asked != (self.changes, self.machine):
+            return
         self.prediction.classes(remove="old")
         self._show_prediction(prediction)
 

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import hydra
 import pytest
@@ -201,6 +202,72 @@ def test_a_prediction_that_takes_too_long_is_given_up_and_the_next_is_made(monke
         assert predictor.ask(Draft(), "auto").command == "answered"
     finally:
         predictor.close()
+
+
+class Asked:
+    """A predictor whose first answer takes so long that something happens meanwhile."""
+
+    def __init__(self, answers: list[Prediction], meanwhile: Any):
+        self.answers, self.meanwhile, self.asked = answers, meanwhile, []
+
+    def ask(self, draft: Draft, machine: str) -> Prediction:
+        self.asked.append((draft, machine))
+        if len(self.asked) == 1:
+            self.meanwhile()
+        return self.answers[len(self.asked) - 1]
+
+
+@pytest.mark.parametrize("older", [Prediction("older"), Prediction(error="older")], ids=["found", "error"])
+@pytest.mark.parametrize("changed", ["draft", "machine", "nothing"])
+def test_a_prediction_is_shown_only_of_what_is_on_the_page(changed, older):
+    pytest.importorskip("nicegui")
+    from experiments.web.draft_panel import DraftPanel
+
+    def change() -> None:
+        if changed == "draft":
+            panel._set_more("run.steps=7")
+        elif changed == "machine":
+            panel._change_machine("h100")
+
+    def set_classes(add: str = "", *, remove: str = "") -> None:
+        classes.update(add.split())
+        classes.difference_update(remove.split())
+
+    # A panel that shows a prediction, of a draft that is right.
+    classes: set[str] = set()
+    newer = Prediction("newer")
+    predictor = Asked([older, newer], change)
+    panel = DraftPanel(None, predictor, None)
+    panel.button, panel.waiting, panel.prediction = Mock(), Mock(), Mock(classes=set_classes)
+    panel.is_right, panel.composed, shown = True, panel.changes, []
+    panel._show_prediction = shown.append
+    first = (panel.draft, panel.machine)
+
+    # What was shown before is greyed out until what is on the page now has been predicted.
+    asyncio.run(panel.predict())
+    if changed == "nothing":
+        assert shown == [older] and classes == set()
+        return
+    assert shown == [] and classes == {"old"}
+    panel.waiting.set_visibility.assert_called_with(False)
+    asyncio.run(panel.predict())
+    assert len(predictor.asked) == (1 if changed == "draft" else 2)  # a changed draft is composed first
+    panel.composed = panel.changes
+    asyncio.run(panel.predict())
+    assert shown == [newer] and classes == set()
+    assert predictor.asked == [first, (panel.draft, panel.machine)] and first != predictor.asked[1]
+
+
+@pytest.mark.parametrize("changed", ["draft", "machine"])
+def test_what_is_changed_greys_out_the_prediction_at_once(changed):
+    """A draft that is wrong gets no prediction, and that of an older one would stand there as its own."""
+    pytest.importorskip("nicegui")
+    from experiments.web.draft_panel import DraftPanel
+
+    panel = DraftPanel(None, None, None)
+    panel.button, panel.prediction = Mock(), Mock()
+    panel._set_more("run.steps=many") if changed == "draft" else panel._change_machine("h100")
+    panel.prediction.classes.assert_called_once_with("old")
 
 
 # ------------------------------------------------------------------ runs
