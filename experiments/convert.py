@@ -40,6 +40,7 @@ from fnshard.errors import StateError, report
 from fnshard.runtime.files.tensorfile import Corrupt
 
 KEY_VALUE = re.compile(r"\w+=")
+OF_DCP = ("layout", "optimizer")  # the keys that only `to=dcp` reads
 WRITTEN = tuple(name for name, each in FORMATS.items() if each.write is not None)
 
 
@@ -50,16 +51,16 @@ class ConvertConfig:
     `source` and `target` are FROM and TO. `to` is the format that is written: fnshard, dcp, torch or hf; null
     is torch where TO ends like a torch file, else dcp for a checkpoint of fnshard, and fnshard for any other.
     `model` is a model directory with a config.json, whose module says what leaves are called; null keeps
-    their names. `layout` is that of a DCP folder which is written: fsdp, accelerate or torchtitan.
-    `optimizer` are the arguments of torch.optim.AdamW, such as '{lr: 3e-3}', that such a folder gets beside
-    the moments: FSDP2 loads none without.
+    their names. `layout` is that of a DCP folder which is written: fsdp, accelerate or torchtitan (null:
+    fsdp). `optimizer` are the arguments of torch.optim.AdamW, such as '{lr: 3e-3}', that such a folder gets
+    beside the moments: FSDP2 loads none without. Both are refused where no DCP folder is written.
     """
 
     source: str
     target: str
     to: str | None = None
     model: str | None = None
-    layout: str = "fsdp"
+    layout: str | None = None
     optimizer: dict[str, Any] | None = None
 
 
@@ -102,7 +103,7 @@ def parse(arguments: Sequence[str]) -> ConvertConfig:
     config, wrong = build(values, ConvertConfig), []
     if config.to not in (None, *WRITTEN):
         wrong.append(f"to={config.to}: one of {', '.join(WRITTEN)}")
-    if config.layout not in LAYOUTS:
+    if config.layout not in (None, *LAYOUTS):
         wrong.append(f"layout={config.layout}: one of {', '.join(LAYOUTS)}")
     if wrong:
         raise ConfigError(report("no such conversion:", wrong))
@@ -113,7 +114,7 @@ def convert(config: ConvertConfig) -> None:
     """Read FROM, write TO, and say in one line what was done.
 
     Raises:
-        ConfigError: there is something at TO.
+        ConfigError: there is something at TO, or it has no use for a key.
         CheckpointError: FROM cannot be read, or TO not be written.
         StateError: `model` has other leaves than FROM.
     """
@@ -128,6 +129,10 @@ def convert(config: ConvertConfig) -> None:
         to = "torch"
     else:
         to = "dcp" if known == "fnshard" else "fnshard"
+    idle = [f"{key}={getattr(config, key)}" for key in OF_DCP if getattr(config, key) is not None]
+    if idle and to != "dcp":
+        fix = "to=dcp, or leave them out."
+        raise ConfigError(report(f"{target} becomes a {FORMATS[to].title}, with no use for:", idle, fix))
     folder = None if config.model is None else find_directory(config.model)
     model = None
     if folder is not None:  # built without memory: it says what leaves are called
@@ -144,8 +149,9 @@ def convert(config: ConvertConfig) -> None:
                 saved = replace(saved, slots={})
             target.parent.mkdir(parents=True, exist_ok=True)
             FORMATS[to].write(
-                target, saved, model=model, config=folder, layout=config.layout, optimizer=config.optimizer
-            )
+                target, saved, model=model, config=folder, layout=config.layout or "fsdp",
+                optimizer=config.optimizer,
+            )  # fmt: skip
         except Corrupt as error:
             raise explain_corrupt(f"cannot convert {str(source)!r}", error) from error
 

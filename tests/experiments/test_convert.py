@@ -126,6 +126,23 @@ def test_what_is_no_argument_of_adamw_is_refused(tmp_path: Path, given: str) -> 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("to", [to for to in WRITTEN if to != "dcp"])
+def test_keys_of_a_dcp_folder_are_refused_where_none_is_written(tmp_path: Path, to: str) -> None:
+    """Whether `to=` says so, or TO and FROM do."""
+    write_zero(tmp_path / "zero", 1, 2, [params()], moments(), STEP)
+    target = tmp_path / WRITTEN[to]
+    for given in ("layout=torchtitan", "layout=fsdp", "optimizer={lr: 3e-3}"):
+        key, _, value = given.partition("=")
+        with raises(ConfigError, leaves=[key, value.strip("{}").partition(":")[0]], fix="to=dcp"):
+            run(tmp_path / "zero", target, f"to={to}", given)
+        if to != "hf":  # nothing but to= asks for such a folder
+            with raises(ConfigError, leaves=key, fix="to=dcp"):
+                run(tmp_path / "zero", target, given)
+        assert not target.exists()
+    with raises(ConfigError, leaves=["layout", "optimizer"], fix="to=dcp"):
+        run(tmp_path / "zero", target, f"to={to}", "layout=fsdp", "optimizer={lr: 3e-3}")
+
+
 def test_torch_reads_the_file_that_is_written(tmp_path: Path) -> None:
     write_zero(tmp_path / "zero", 1, 2, [params()], moments(), STEP)
     run(tmp_path / "zero", tmp_path / "state.pt")
