@@ -38,11 +38,13 @@ class Case:
         defaults: the values of options that are None in this case on a CPU, if they differ from those of
             `CPU`.
         on_ranks: whether `config.ranks` processes run it together, or the process of the command does.
+        only_ranks: the one value that `config.ranks` may have; None if the case takes any.
     """
 
     function: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     on_ranks: bool = False
+    only_ranks: int | None = None
 
     @property
     def run(self) -> Callable[[BenchConfig, Path], Any]:
@@ -65,7 +67,7 @@ CASES = {
     "budget": Case("budget:run", {"rounds": 7}),
     "checkpoint": Case("checkpoint:run", {"rows": 2, "rounds": 9, "steps": 8}, on_ranks=True),
     "executor": Case("micro:executor", {"rounds": 200}),
-    "parity": Case("parity:run", on_ranks=True),
+    "parity": Case("parity:run", on_ranks=True, only_ranks=2),
     "published": Case("published:run"),
     "starts": Case("micro:starts", {"rounds": 5}),
     "gpu": Case("gpu:run", TINY),
@@ -201,6 +203,12 @@ def complete(config: BenchConfig) -> BenchConfig:
         raise ConfigError(f"case={config.case}: one of {', '.join(CASES)}.")
     if config.device not in ("cpu", "cuda"):
         raise ConfigError(f"device={config.device}: one of cpu, cuda.")
+    only_ranks = CASES[config.case].only_ranks
+    if config.device == "cuda" and only_ranks not in (None, 1):
+        raise ConfigError(
+            f"device=cuda: case={config.case} runs on {only_ranks} processes, and the bench has one GPU. "
+            "Fix: device=cpu."
+        )
     defaults = CUDA if config.device == "cuda" else CPU | CASES[config.case].defaults
     config = replace(config, **{name: v for name, v in defaults.items() if getattr(config, name) is None})
     contenders = (*TORCH, *FNSHARD, *MUON, *MICRO, *NARROW)
@@ -218,7 +226,11 @@ def complete(config: BenchConfig) -> BenchConfig:
         if value is None:
             continue
         values = value if isinstance(value, tuple) else (value,)
-        if name in choices:
+        if name == "ranks" and only_ranks not in (None, value):
+            problems.append(
+                f"ranks={value}: case={config.case} runs on {only_ranks} processes. Fix: ranks={only_ranks}."
+            )
+        elif name in choices:
             known = choices[name]
             problems += [f"{name}={v}: one of {', '.join(known)}." for v in values if v not in known]
             if not values:

@@ -60,6 +60,21 @@ def test_all_mistakes_in_one_error():
     assert {*TORCH, *FNSHARD, *MUON, *MICRO, *NARROW} == {*CONTENDERS}
 
 
+@pytest.mark.parametrize("ranks", [0, 1, 3, 4])
+def test_a_case_of_two_processes_takes_no_other_number(ranks):
+    """`parity` restores checkpoints on two, and would show every such layout as one that fails."""
+    assert COMMAND.read({"case": "parity"}).ranks == COMMAND.read({"case": "parity", "ranks": 2}).ranks == 2
+    wrong = {"case": "parity", "ranks": ranks}
+    with raises(ConfigError, leaves=[f"ranks={ranks}", "parity"], fix="ranks=2") as caught:
+        COMMAND.read(wrong | {"tensor": 2})
+    assert len(str(caught.value).splitlines()) == 1
+    with raises(ConfigError, leaves=[f"ranks={ranks}", "rounds=0"], fix="ranks=2", says="2 problems"):
+        COMMAND.read(wrong | {"rounds": 0})
+    with raises(ConfigError, leaves=["device=cuda", "parity"], fix="device=cpu"):  # which has one rank
+        COMMAND.read({"case": "parity", "device": "cuda"})
+    assert COMMAND.read({"case": "peers", "ranks": 4}).ranks == 4
+
+
 def test_a_rank_reads_the_configuration_that_was_composed():
     config = COMMAND.read({"case": "executor", "parts": ["tiny"], "overrides": "a=1 'b=2'"})
     assert read(config.words()) == config
