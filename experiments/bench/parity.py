@@ -440,6 +440,7 @@ def train_with_torch(kind: str, parts: int, equal_counts: bool) -> Training:
     from torch.distributed.tensor import DTensor
 
     model = _make_module(lambda: Decoder(DECODER))
+    start = {path: leaf.detach().clone() for path, leaf in model.named_parameters()}
     if kind == "ddp":
         trained: nn.Module = DistributedDataParallel(model)
     else:
@@ -468,7 +469,7 @@ def train_with_torch(kind: str, parts: int, equal_counts: bool) -> Training:
         moments.append(
             {p: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for p, v in means.items()}
         )
-    return Training(leaves, losses, moments)
+    return Training(start, losses, moments)
 
 
 # ------------------------------------------------------------------ table and picture

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from experiments.bench import parity
-from experiments.bench.parity import LAYOUTS, MODELS, TOLERANCE, Errors, Layout, compare, train_with_torch
+from experiments.bench.parity import (
+    LAYOUTS,
+    MODELS,
+    TOLERANCE,
+    Errors,
+    Layout,
+    Training,
+    compare,
+    train_with_torch,
+)
 from fnshard import Mean
 
 
@@ -55,6 +64,22 @@ def run_peer(rank: int, kind: str, equal: bool) -> Errors:
         return Errors.between(train_with_torch(kind, 2, equal), truth)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def train_peer(rank: int, kind: str) -> Training:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return train_with_torch(kind, 1, True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_peer_starts_from_the_parameters_of_the_plain_training(ranks, kind):
+    """DDP and FSDP2 update a module in place, and FSDP2 holds a shard of each leaf."""
+    start, expected = ranks(2).run(train_peer, kind)[0].start, MODELS["decoder"]().params
+    assert start.keys() == expected.keys()
+    assert all(torch.equal(start[path], leaf) for path, leaf in expected.items())
 
 
 @pytest.mark.long
