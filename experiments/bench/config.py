@@ -21,11 +21,14 @@ from experiments.lib.checks import ConfigError, configuration, refusal
 from experiments.lib.decoder import DecoderConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-FNSHARD = ("full_shard", "shard_grad_op", "no_shard")
-MUON = ("muon", "muon_no_shard")  # fnshard's, with updates of all matrices made orthogonal
-TORCH = ("ddp", "fsdp2", "fsdp2_compiled", "limit")
-MICRO = ("fsdp2_local", "full_shard_breadth")  # those that move less where `accumulate` is above 1
-NARROW = ("full_shard_fp8",)  # fnshard's, with products in eight bits
+
+# The contenders of the case peers. `contenders.py` says what each of them runs.
+FNSHARD = ("full_shard", "shard_grad_op", "no_shard")  # presets of fnshard, with AdamW
+MUON = ("muon", "muon_no_shard")  # the presets full_shard and no_shard with `fs.optim.muon`
+TORCH = ("ddp", "fsdp2", "fsdp2_compiled", "limit")  # no sharded step can be faster than "limit"
+# Variants of "fsdp2" and "full_shard" that communicate less where `accumulate` is above 1.
+MICRO = ("fsdp2_local", "full_shard_breadth")
+NARROW = ("full_shard_fp8",)  # the preset full_shard with matrix products in fp8
 
 
 @dataclass(frozen=True)
@@ -91,12 +94,17 @@ class BenchConfig:
         accumulate: in the case peers, the number of micro-batches into which a rank's rows are cut. DDP sums
             them up locally, FSDP2 only as "fsdp2_local" (`set_requires_gradient_sync`), and fnshard only as
             "full_shard_breadth".
-        rounds: the number of timed samples of each contender. Each is of `steps` steps, several on a GPU so
-            that they are launched without a pause. `warmup` steps come before, of which the first compiles.
-        contenders: those of the case peers.
-        losses: the number of steps of peers that are compared with the fp64 reference; 0 skips it.
-        memory: how often the cases peers, memory, predict and bubble follow bytes; 0 skips it. An error of
-            one pass can only make numbers larger, so the smallest counts.
+        rounds: the number of timed samples of each contender.
+        steps: the steps of one sample. On a GPU they are several, which are launched without a pause. In the
+            case checkpoint, the steps that are timed with saves among them.
+        warmup: the steps before the first sample, the first of which compiles.
+        seed: the seed of the model's parameters, and of the order in which contenders take turns.
+        contenders: in the case peers, the names of what takes part.
+        losses: in the case peers, the number of steps whose losses are compared with an fp64 reference; 0
+            skips it.
+        memory: in the cases peers, memory, predict and bubble, how many times bytes are counted, each time
+            with a contender that is made anew; 0 counts none. Memory whose release was not seen makes a count
+            too large, so the smallest one is shown.
         plans: in the cases memory, predict and bubble, the plans that take part, each named by words of
             `plans.WORDS` that hyphens join. The case has its own if there are none; predict has them by the
             number of ranks.

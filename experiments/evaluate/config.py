@@ -23,10 +23,11 @@ class EvaluateConfig:
 
     `limit` is the most questions of a task, and `tokens` the most tokens of a generated answer. `rows` are
     the rows of text that a rank computes at once. `ranks` are processes that share the work and the weights
-    (null: two on a CPU, or as many as there are GPUs). `dtype` is that of compute (auto: float32
-    on a CPU, else bfloat16), and `backend` that of `fs.shard_forward`. A rank waits for the others for
-    `timeout_s` seconds at most. `folder` keeps answers, and those that are there are not computed again
-    (null: a folder below outputs/evaluate by model, tasks and settings).
+    (null: two on a CPU, or as many as there are GPUs). `device` is the type of device on which they compute,
+    such as cpu or cuda (auto: the accelerator of this machine, or the CPU if it has none). `dtype` is that of
+    compute (auto: float32 on a CPU, else bfloat16), and `backend` that of `fs.shard_forward`. A rank waits
+    for the others for `timeout_s` seconds at most. `folder` keeps answers, and those that are there are not
+    computed again (null: a folder below outputs/evaluate by model, tasks and settings).
     """
 
     model: str

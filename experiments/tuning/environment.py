@@ -125,7 +125,8 @@ class _Talk:
         self.said: list[Turn] = []
         self.asked: Turn | None = None
         self.reward, self.error = math.nan, None
-        # The thread releases `_ready` when it asks or is over; the caller releases `_answered`.
+        # The rollout's thread and the trainer's take turns. The former releases `_ready` when it asks for an
+        # answer or has ended, and the latter `_answered` when the answer is there.
         self._ready, self._answered = threading.Semaphore(0), threading.Semaphore(0)
         self._is_over = self._is_closed = False
         self.thread = threading.Thread(target=self._run, daemon=True, name=f"rollout-{number}")
@@ -156,6 +157,7 @@ class _Talk:
             ids = opening(play.tokenizer, list(messages), tools)
         except LineError as error:
             raise self._make_error(str(error)) from error
+        # The last token of an answer takes no position, since nothing is predicted from it.
         if len(ids) - 1 + play.answer_tokens > play.context:
             raise self._make_error(
                 f"turn {number + 1} takes {len(ids) - 1} positions, and an answer may have "
@@ -163,12 +165,12 @@ class _Talk:
                 "and shorter messages"
             )
 
-        # Ask, and wait for the answer.
+        # Hand the question to the trainer's thread, and wait until `hand_over` or `close` is called there.
         self.asked = Turn(self.number, number, ids)
         self._ready.release()
         self._answered.acquire()
         if self._is_closed:
-            raise SystemExit
+            raise SystemExit  # ends this thread
         drawn, ends = self.said[-1].answer[0], set(play.tokenizer.stops)
         text = play.tokenizer.decode([token for token in drawn if token not in ends])
         return {"role": "assistant", "content": text}

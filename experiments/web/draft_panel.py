@@ -20,11 +20,14 @@ from experiments.web.prediction import Prediction, Predictor
 from experiments.web.runs import Runs
 from fnshard.plot.scales import byte_text, time_text
 
-# Keys that are shown above all others, if a command has them.
+# The keys that stand above all others in the form, if the command has them.
 FIRST = ("model", "data.train", "run.steps", "data.rows", "data.context", "optimizer.lr", "mesh.shard")
-HIDDEN = ("hardware",)  # groups for which the page has elements of its own
-COMPOSE_LOCK = threading.Lock()  # Hydra's state belongs to the process, and browsers compose in threads
+HIDDEN = ("hardware",)  # the groups that the form leaves out: the list of machines stands for it
+# Hydra has one state for the whole process, and each browser's draft is composed in a thread.
+COMPOSE_LOCK = threading.Lock()
+# The first entries of the list of machines, as `hardware=` and as the list names them.
 MACHINES = {AUTO: "this machine", f"{MEASURED}{OUTPUTS}": "this machine, as its runs have measured it"}
+# The properties of fields for text. They report what was typed when nothing was typed for 500 ms.
 DEBOUNCE = "dense outlined debounce=500"
 
 
@@ -37,9 +40,7 @@ def compose_form(draft: Draft) -> Form:
 class DraftPanel:
     """A panel of one browser.
 
-    Its state is the draft; the number of changes, and the numbers of the change that was composed and of the
-    one that was predicted last; whether the composed one is right, and its arguments; and whether the keys
-    on the page are those of the draft's files.
+    A person changes the draft, and timers of the page call `compose` and `predict`, which catch up with it.
 
     Args:
         on_start: a function that is called with the folder of a run that was started.
@@ -47,10 +48,15 @@ class DraftPanel:
 
     def __init__(self, runs: Runs, predictor: Predictor, on_start: Callable[[Any], None]):
         self.runs, self.predictor, self.on_start = runs, predictor, on_start
-        self.draft, self.machine = Draft(), AUTO
-        self.changes, self.composed, self.predicted = 1, 0, 0
-        self.is_right = self.is_built = False
-        self.arguments: list[str] = []
+        self.draft = Draft()  # what the form holds now
+        self.machine = AUTO  # `hardware=` of the prediction
+        # Changes of the draft are counted, so the number of a change says which draft was meant.
+        self.changes = 1  # the number of the newest change
+        self.composed = 0  # the number of the change that `compose` has checked last
+        self.predicted = 0  # the number of the change that `predict` has taken up last; 0 makes it due
+        self.is_right = False  # whether the draft that was composed last has no problem
+        self.arguments: list[str] = []  # the arguments of the draft that was composed last
+        self.is_built = False  # whether the page shows the keys of the files that the draft chooses
 
     # -------------------------------------------------------------- what is on the page
 

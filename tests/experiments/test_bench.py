@@ -20,7 +20,7 @@ from experiments import ROOT
 from experiments.bench import micro, plans, published
 from experiments.bench.checkpoint import compare
 from experiments.bench.command import COMMAND
-from experiments.bench.config import CASES, FNSHARD, MICRO, MUON, NARROW, TORCH, read
+from experiments.bench.config import CASES, FNSHARD, MICRO, MUON, NARROW, TORCH, BenchConfig, read
 from experiments.bench.contenders import CONTENDERS
 from experiments.bench.measure import Heap, interleave, log_live_bytes, ratio, time_work
 from experiments.bench.sizes import read_decoder, size_names
@@ -73,6 +73,11 @@ def test_a_case_of_two_processes_takes_no_other_number(ranks):
     with raises(ConfigError, leaves=["device=cuda", "parity"], fix="device=cpu"):  # which has one rank
         COMMAND.read({"case": "parity", "device": "cuda"})
     assert COMMAND.read({"case": "peers", "ranks": 4}).ranks == 4
+
+
+def test_every_option_has_a_sentence():
+    lines = re.findall(r"^        (\w+(?:, \w+)*): ", BenchConfig.__doc__, re.MULTILINE)
+    assert {name for line in lines for name in line.split(", ")} == {*BenchConfig.__dataclass_fields__}
 
 
 def test_a_rank_reads_the_configuration_that_was_composed():

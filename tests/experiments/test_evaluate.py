@@ -106,6 +106,10 @@ def evaluate_model(
     return json.loads((folder / "results.json").read_text())["results"]
 
 
+def test_every_key_has_a_sentence():
+    assert {*EvaluateConfig.__dataclass_fields__} <= {*re.findall(r"`(\w+)`", EvaluateConfig.__doc__)}
+
+
 def test_questions_are_in_the_harness_s_words(files):
     first = {kind: task_of(f"{kind}:{path}").questions[0] for kind, path in files.items()}
     row = next(csv.reader(files["mmlu"].open()))
