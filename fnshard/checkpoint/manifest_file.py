@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fnshard.checkpoint.loader_state import decode
+from fnshard.checkpoint.overlap import have_overlap
 from fnshard.runtime.files import tensorfile
 from fnshard.runtime.files.folder import DATA, flush_directory
 from fnshard.runtime.files.json_reader import Count, reader
@@ -104,10 +105,9 @@ class SavedLeaf:
             if len(chunk.crc32) != -(-self.chunk_bytes(chunk) // tensorfile.BLOCK_BYTES):
                 raise ValueError(f"{name}checksums of other blocks")
 
-        # All chunks together, by their count. Only a forged manifest has boxes that overlap and leave a gap.
+        # All chunks together. As many numbers as the tensor has, none of them twice, leave no gap.
         count = sum(math.prod(c.shape) for c in self.chunks)
-        offsets = {c.offset for c in self.chunks}
-        if count != math.prod(self.shape) or len(offsets) != len(self.chunks):
+        if count != math.prod(self.shape) or have_overlap((c.offset, c.shape) for c in self.chunks):
             raise ValueError(f"{name}its chunks are not the whole of it, each part once")
 
 

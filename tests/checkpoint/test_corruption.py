@@ -171,6 +171,11 @@ def a_chunk_outside(manifest: Any) -> None:
     manifest["leaves"]["params/embed.w"]["chunks"][1]["offset"][0] += 1
 
 
+def a_chunk_over_another(manifest: Any) -> None:
+    """Move rows over others, so that there are as many numbers as before, and a row in no chunk."""
+    manifest["leaves"]["params/embed.w"]["chunks"][1]["offset"][0] -= 1
+
+
 def a_checksum_less(manifest: Any) -> None:
     manifest["leaves"]["params/embed.w"]["chunks"][0]["crc32"].pop()
 
@@ -191,6 +196,7 @@ def of_another_format(manifest: Any) -> None:
         a_chunk_in_no_file,
         chunks_of_other_dims,
         a_chunk_outside,
+        a_chunk_over_another,
         a_checksum_less,
         no_shape_of_a_tensor,
         of_another_format,

@@ -33,6 +33,7 @@ from fnshard import LayoutSpec, P
 from fnshard.checkpoint.foreign.boxes import boxes_of_run
 from fnshard.checkpoint.foreign.dcp import read_dcp
 from fnshard.checkpoint.foreign.dcp_writing import Item, write_items, write_metadata
+from fnshard.checkpoint.overlap import have_overlap
 from fnshard.errors import CheckpointError, StateError
 from fnshard.runtime.files.tensorfile import Corrupt
 from fnshard.runtime.files.torchfile import PlacedTensor, read_torch_file, resolve_torch_name, unpickle
@@ -268,6 +269,25 @@ def test_a_run_of_elements_is_boxes(shape: list[int], first: int, last: int) -> 
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
+@given(st.data())
+def test_boxes_that_share_an_element_are_found(data: Any) -> None:
+    shape = data.draw(st.lists(st.integers(1, 5), min_size=0, max_size=3))
+    cuts = st.tuples(*[st.tuples(st.integers(0, n), st.integers(0, n)).map(sorted) for n in shape])
+    seen, boxes = torch.zeros(shape, dtype=torch.int64), []
+    for box in data.draw(st.lists(cuts, max_size=5)):
+        seen[tuple(slice(*cut) for cut in box)] += 1
+        boxes.append(([first for first, _ in box], [last - first for first, last in box]))
+    assert have_overlap(boxes) == bool((seen > 1).any())
+
+
+@pytest.mark.parametrize("grid", [(1 << 14, 1), (1, 1 << 14), (128, 128)])
+@pytest.mark.timeout(20)  # it takes a tenth of a second; to compare each pair takes minutes
+def test_boxes_of_many_ranks_are_soon_compared(grid: tuple[int, int]) -> None:
+    boxes = [((3 * i, 2 * j), (3, 2)) for i in range(grid[0]) for j in range(grid[1])]
+    assert not have_overlap(boxes)
+    assert have_overlap([*boxes, ((1, 1), (1, 1))])
+
+
 LAYOUTS = {"rows": P("shard"), "columns": P(None, "shard")}
 
 
@@ -438,6 +458,13 @@ def test_a_shard_that_is_missing_or_cut_off(kind: str, damage: Any, tmp_path: Pa
     with pytest.raises(CheckpointError) as caught:
         LOAD[kind](path, step)
     assert file.name in str(caught.value) or "missing are the files of 1" in str(caught.value)
+
+
+def test_boxes_that_overlap_are_refused(tmp_path: Path) -> None:
+    """They have as many numbers as the tensor, so that others are missing."""
+    write_shards(tmp_path / "x", {"w": torch.randn(7, 5)}, [((0, 0), (7, 3)), ((0, 2), (7, 2))])
+    with raises(Corrupt, leaves="model.w"):
+        read_dcp(tmp_path / "x")
 
 
 def test_another_model(tmp_path: Path) -> None:

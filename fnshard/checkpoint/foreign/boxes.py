@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnshard.checkpoint.overlap import have_overlap
 from fnshard.runtime.files.tensorfile import Corrupt
 
 # Whatever gives a tensor's values for slices of it: a PlacedTensor, a slice of a safetensors file, a tensor.
@@ -68,11 +69,11 @@ def check_pieces(name: str, shape: Sequence[int], pieces: Sequence[Piece]) -> No
         for piece in pieces
         for at, size, whole in zip(piece.offset, piece.shape, shape, strict=True)
     )
-    # Empty pieces may share an offset.
-    some = [piece for piece in pieces if math.prod(piece.shape)]
-    count, offsets = sum(math.prod(p.shape) for p in some), {p.offset for p in some}
-    if not is_inside or count != math.prod(shape) or len(offsets) != len(some):
+    count = sum(math.prod(piece.shape) for piece in pieces)
+    if not is_inside or count != math.prod(shape):
         raise Corrupt(f"has {count} of the {math.prod(shape)} numbers of {name!r} {list(shape)}")
+    if have_overlap((piece.offset, piece.shape) for piece in pieces):
+        raise Corrupt(f"has some of the numbers of {name!r} {list(shape)} twice, and others not at all")
 
 
 def boxes_of_run(
