@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import reference
+import torch
 from errors import raises
 from mixtures import CHOSEN, EXPERTS, ROWS, WIDTH, T, mixture
 from models import Model
@@ -176,6 +177,19 @@ def test_another_use_of_a_stack_gathers_it_and_says_so():
     with pytest.warns(UserWarning, match=r"(?s)whole stacks of experts.*aten.flatten"):
         for got in fs.simulate(mesh, lambda rank: train(rank, mesh, model, specs, ADAMW, step=step)):
             assert_same(got, expected)
+
+
+def test_a_view_of_a_gathered_stack_need_not_fit_its_strides():
+    """A gather makes a transposed stack contiguous, so that its view back is a copy."""
+
+    def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        rows_first = p["w"].transpose(1, 2).transpose(0, 1)
+        return (rows_first.permute(1, 2, 0).view(-1) ** 3).mean() * x.mean()
+
+    params, mesh = {"w": torch.randn(4, 3, 5)}, fs.make_mesh(expert=2, simulated=True)
+    specs = fs.match_specs(params, [("*", fs.LayoutSpec(fs.P("expert"), compute=fs.P("expert")))])
+    with pytest.warns(UserWarning, match=r"whole stacks of experts"):
+        assert fs.debug.check(loss, params, torch.randn(4, 3), specs, mesh)
 
 
 @pytest.mark.parametrize(

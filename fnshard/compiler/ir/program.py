@@ -224,6 +224,20 @@ def propagate(graph: fx.Graph, inputs: Sequence[Tensor]) -> None:
     replay(graph, inputs, keep)
 
 
+def propagate_gathered(graph: fx.Graph, inputs: Sequence[Tensor]) -> None:
+    """Propagate values of a graph whose gathers make values contiguous that were none before.
+
+    A view of a transpose, say, may not fit such a value. Then all views become reshapes.
+    """
+    try:
+        propagate(graph, inputs)
+    except (RuntimeError, ValueError):  # fake tensors raise both
+        for view, reshape in ANY_STRIDES.items():
+            for node in graph.find_nodes(op="call_function", target=view):
+                node.target = reshape
+        propagate(graph, inputs)
+
+
 def storage_id(value: Tensor) -> int:
     """Return the identity of a (fake) tensor's storage: two values with the same one alias each other."""
     return value.untyped_storage()._cdata

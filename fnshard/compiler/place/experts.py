@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.ir.program import Limit, OpOverload, Program, eliminate_dead_code, propagate
+from fnshard.compiler.ir.program import Limit, OpOverload, Program, eliminate_dead_code, propagate_gathered
 from fnshard.compiler.place.placement import Split, local_value
 from fnshard.compiler.place.rules import rule_of
 from fnshard.compiler.place.strategies import Axis, Call, local_arguments, operands_of
@@ -225,7 +225,7 @@ class _ExpertPlacer:
         # Each rank is given its experts' part of a stack, and every other input whole.
         inputs = [(n.meta["val"], self.values[n].is_stack) for n in self.program.placeholders]
         fakes = [local_value(v, Split(0), self.ranks) if is_stack else v for v, is_stack in inputs]
-        propagate(self.graph, fakes)
+        propagate_gathered(self.graph, fakes)
         return replace(self.program, graph=self.graph, outputs=outputs, traced=self.program)
 
     def write_outputs(self) -> Any:

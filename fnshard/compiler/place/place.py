@@ -20,14 +20,7 @@ from torch import Tensor, fx
 
 from fnshard.compiler.frontend.exchange import CONSTRAIN, EXCHANGE, OUTGOING
 from fnshard.compiler.ir.custom_gradient import CustomGradient
-from fnshard.compiler.ir.program import (
-    ANY_STRIDES,
-    Input,
-    OpOverload,
-    Program,
-    eliminate_dead_code,
-    propagate,
-)
+from fnshard.compiler.ir.program import Input, OpOverload, Program, eliminate_dead_code, propagate_gathered
 from fnshard.compiler.place.check import Record
 from fnshard.compiler.place.expand import expand_call
 from fnshard.compiler.place.placement import (
@@ -495,18 +488,8 @@ class Placer:
                 node.replace_all_uses_with(sent)
                 self.graph.erase_node(node)
 
-        def run() -> None:
-            try:
-                propagate(self.graph, fakes)
-            except (RuntimeError, ValueError):
-                # A gathered value is contiguous. Where the program has a transpose, its views may not fit.
-                for view, reshape in ANY_STRIDES.items():
-                    for node in self.graph.find_nodes(op="call_function", target=view):
-                        node.target = reshape
-                propagate(self.graph, fakes)
-
         with self.program.fake_mode, torch.enable_grad():
-            self.record.check(self.graph, run)
+            self.record.check(self.graph, lambda: propagate_gathered(self.graph, fakes))
         return replace(self.program, graph=self.graph, inputs=tuple(inputs))
 
     def make_index(self) -> Tensor:
