@@ -12,6 +12,7 @@ import pytest
 import torch
 from errors import raises
 from tensor_models import decoder
+from torch import Tensor
 
 import fnshard as fs
 from fnshard import ScheduleError
@@ -149,6 +150,47 @@ def test_a_fault_is_refused_where_a_step_is_lowered(fault: str) -> None:
     )  # fmt: skip
     with plant(), raises(ScheduleError, says=found):
         step.lower(model.params, *model.batch(0))
+
+
+def columns_of_all(call: Any) -> Iterator[OpStrategy]:
+    """Run a norm on the columns of each rank, whose means are then of these columns alone."""
+    yield OpStrategy((Split(1),), Split(1), {"normalized_shape": [4]})
+
+
+def once(rule: Any) -> Any:
+    """Return a rule that has its strategies once, and none when it is asked again."""
+    left = [rule]
+    return lambda call: left.pop()(call) if left else iter(())
+
+
+def two_parts(call: Any) -> Iterator[OpStrategy]:
+    yield OpStrategy((Split(1),), Split(1), run=lambda index, x: list(x.split([3, 1])))
+
+
+SEVERAL: dict[str, tuple[Callable[[Tensor], tuple[Tensor, ...]], Any, Callable[[], Any], str]] = {
+    "a split that the first result alone can have": (
+        lambda h: torch.native_layer_norm(h, (8,), None, None, 1e-5)[:2],
+        aten.native_layer_norm.default, lambda: columns_of_all, "[4, 1]",
+    ),
+    "a strategy that the rule has not": (
+        lambda h: h.split([3, 1]), aten.split_with_sizes.default, lambda: once(two_parts), "no rule from S(1)"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", SEVERAL)
+def test_a_wrong_rule_of_an_op_with_several_results_is_refused(fault: str) -> None:
+    op, target, rule, found = SEVERAL[fault]
+
+    def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        first, second = op(x @ p["w"])
+        return first.square().mean() + second.square().mean()
+
+    params, mesh = {"w": torch.randn(3, 8)}, fs.make_mesh(tensor=2, abstract=True)
+    specs = fs.match_specs(params, [("*", fs.LayoutSpec(fs.P(), compute=fs.P(None, "tensor")))])
+    step = fs.shard_step(loss, specs, mesh=mesh, backend="eager")
+    with mock.patch.dict(RULES, {target: rule()}), raises(ScheduleError, says=found):
+        step.lower(params, torch.randn(4, 3))
 
 
 def other_rank(op: Any) -> Plant:

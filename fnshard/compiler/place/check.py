@@ -22,6 +22,7 @@ from fnshard.compiler.place.placement import (
     Placement,
     Replicated,
     Split,
+    fits,
     local_shape,
 )
 from fnshard.compiler.place.rules import rule_of
@@ -45,8 +46,10 @@ class Record:
     Args:
         axis, ranks: the name of the axis, and how many ranks it has.
         index: the node of this rank's index along it.
+        update: whether the program is an optimizer's, in which a rank may have padding alone.
         values: the placement and the whole (fake) value of each node.
-        calls: each op with its strategy, the nodes that it reads and its own node.
+        calls: each op with its strategy, the nodes that it reads and its own node. An op of which a strategy
+            runs a function instead has an entry for each result.
         conversions: node, result, and both placements.
         results: for each output whether ranks sum it, its value's node, the returned node, and the placement
             that this must have, unless it is a part of a sum.
@@ -55,6 +58,7 @@ class Record:
     axis: str
     ranks: int
     index: fx.Node
+    update: bool = False
     values: dict[fx.Node, tuple[Placement, Any]] = field(default_factory=dict)
     calls: list[tuple[Call, OpStrategy, tuple[fx.Node, ...], fx.Node]] = field(default_factory=list)
     conversions: list[tuple[fx.Node, fx.Node, Placement, Placement]] = field(default_factory=list)
@@ -128,7 +132,11 @@ class Record:
                 yield f"{result}: every rank takes the same part of {source}"
 
     def _check_shapes(self, alive: set[fx.Node]) -> Iterator[str]:
-        """Yield nodes whose parts are not as large as their placement says."""
+        """Yield nodes whose parts are not as large as their placement says, or that cannot be placed so.
+
+        The results of an op all have the placement of its strategy, which may fit the first alone: a norm's
+        mean has one number where its output has a row.
+        """
         for node, (placement, whole) in self.values.items():
             if node not in alive:
                 continue
@@ -137,6 +145,11 @@ class Record:
                 if tuple(value.shape) != expected:
                     actual, full_shape = list(value.shape), list(full.shape)
                     yield f"{node}: {placement} of {full_shape} is {list(expected)}, not {actual}"
+                    continue
+                # What has no numbers cannot be wrong.
+                is_split = isinstance(placement, Split) and full.numel() > 0
+                if is_split and not fits(full.shape, placement, self.ranks, self.update):
+                    yield f"{node}: {list(full.shape)} has no part for each rank by {placement}"
 
     def _check_results(self, outputs: Sequence[fx.Node]) -> Iterator[str]:
         """Yield results that are neither placed as is due, nor parts of a sum times the number of ranks."""

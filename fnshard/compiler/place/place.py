@@ -156,7 +156,7 @@ class Placer:
         # Inputs come first: leaves as specs split them, everything else whole.
         inputs = [self.graph.placeholder(node.name) for node in self.program.placeholders]
         self.index = self.writer.index = self.graph.placeholder(f"index_{self.axis.name}")
-        self.record = Record(self.axis.name, self.axis.ranks, self.index)
+        self.record = Record(self.axis.name, self.axis.ranks, self.index, self.axis.update)
         for new, node, each in zip(inputs, self.program.placeholders, self.program.inputs, strict=True):
             placement = self.axis.inputs.get(each, REPLICATED)
             is_split_leaf = each.kind == "leaf" and isinstance(placement, Split)
@@ -233,8 +233,9 @@ class Placer:
 
         # Note the call for `check`, and place its results.
         of_leaves = isinstance(strategy.output, Split) and all(s.is_of_leaves for s in sources)
+        for result in new if isinstance(new, list | tuple) else [new]:
+            self.record.calls.append((call, strategy, tuple(reads), result))
         if not isinstance(new, list | tuple):
-            self.record.calls.append((call, strategy, tuple(reads), new))
             return self.add_value(new, strategy.output, value, of_leaves)
         results = [self.add_value(n, strategy.output, v, of_leaves) for n, v in zip(new, value, strict=True)]
         return Value(tuple(results), strategy.output, value, of_leaves)
