@@ -1,7 +1,7 @@
 """Every model that transformers builds small from a configuration: the gradients of plain autograd.
 
 By hand: `pytest -m long tests/compiler/test_zoo.py -n 0 -rs`. A skip is a model that plain torch does not run
-at these sizes, or one that fnshard refuses by name; the reason says which.
+at these sizes; the reason says why. `REFUSED` names all models that fnshard refuses.
 """
 
 from __future__ import annotations
@@ -51,6 +51,17 @@ HEADS = {
     "image": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
 }
 MODELS = [f"{head}-{name}" for head, names in HEADS.items() for name in names]
+# Models that read numbers of tensors while they are traced, and the line of theirs that does. A model that is
+# refused and not among them fails its test, and so does one of them that is not refused.
+REFUSED = {
+    "causal-jetmoe": "expert_size.tolist()",
+    "causal-xlm": "lengths.max().item()",
+    "masked-flaubert": "lengths.max().item()",
+    "masked-longformer": "is_index_global_attn.flatten().any().item()",
+    "masked-xlm": "lengths.max().item()",
+    "seq2seq-led": "is_index_global_attn.flatten().any().item()",
+    "seq2seq-prophetnet": "torch.all(shifted_input_ids >= 0).item()",
+}
 
 
 def build(model: str) -> nn.Module:
@@ -183,7 +194,10 @@ def test_gradients(model: str, kind: str, ranks: Callable[[int], Any]) -> None:
     except Exception as error:
         pytest.skip(f"plain torch: {type(error).__name__}: {(str(error) or '-').splitlines()[0][:100]}")
     got = on_simulated_ranks(model) if kind == "simulated" else ranks(2).run(on_rank, model, timeout=250)
-    if isinstance(got[0], str):
-        pytest.skip(f"refused: {got[0]}")
+    refusals = [result for result in got if isinstance(result, str)]
+    if model in REFUSED:
+        assert len(refusals) == 2 and all(REFUSED[model] in text for text in refusals)
+        return
+    assert not refusals
     wrong = {path: far for rank in got for path, far in rank.items() if not far <= atol}
     assert not wrong, dict(list(wrong.items())[:5])
