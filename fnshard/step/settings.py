@@ -20,8 +20,13 @@ from fnshard.optim.optimizer import Optimizer
 from fnshard.runtime.executor.scalars import Scalars
 from fnshard.step.rank_agreement import optimizer_text
 
-FLAGS = ("out_of_data", "stop")  # the flags that a rank may report to the others with a step
-REPORTED = (*FLAGS, "rows")  # the numbers that ranks sum besides results and norms
+# A flag is 1 on a rank that has raised it (`step.raise_flag`), else 0. Where the sum over ranks is not 0, all
+# know that one of them has raised it.
+FLAGS = ("out_of_data", "stop")
+# The numbers that ranks sum besides `fn`'s results and norms: the flags, and how many rows the batch of each
+# rank has, by which a batch that is shorter than others is found.
+REPORTED = (*FLAGS, "rows")
+# The settings of `shard_forward`, which runs `fn` alone: no backward, and no optimizer.
 FORWARD = StepSettings(update=False, differentiate=False)
 
 
@@ -75,7 +80,7 @@ def step_settings(
         zero_bubble_memory=options.zero_bubble_memory,
         update=optimizer is not None,
         norms=norms,
-        scalars=norms + len(REPORTED),
+        scalars=len(REPORTED) + (1 if norms else 0),  # squared norms of all leaves are summed to one number
         barrier=waits_for_all,
         families=families,
     )
@@ -97,7 +102,7 @@ def scalars_of(
         specs=specs.stored,
         accumulate=options.accumulate,
         norms=step_settings(optimizer, specs, mesh, options).norms,
-        flags=REPORTED,
+        flags=REPORTED,  # "rows" is a count; it is summed as the flags are
     )
 
 

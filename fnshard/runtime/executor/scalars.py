@@ -31,7 +31,7 @@ class Summary:
         loss, aux: means over ranks and micro-batches.
         count: the count of the loss's Mean, or None.
         norm: the norm of the summed gradients before they are unscaled, or None.
-        flags: sums of the ranks' flags.
+        flags: by name, the sum over ranks of what they have reported (`Scalars.flags`).
         excesses: by how much each limit of the program is exceeded, summed.
     """
 
@@ -76,7 +76,9 @@ class Scalars:
         mesh, specs: the mesh, and the leaves' specs.
         accumulate: the number of micro-batches.
         norms: whether squared norms of gradients are summed.
-        flags: names of the caller's 0/1 numbers.
+        flags: names of numbers that each rank reports with a step (`StepControl.flags`), and that are summed.
+            A flag proper is 1 on a rank that raises it, and else 0, so that its sum is the number of ranks
+            that do. A count, such as that of rows, may be reported too.
     """
 
     outputs: Outputs
