@@ -82,18 +82,25 @@ class RewardedData:
         return max(map(self.data.longest_prompt, (self.data.train, self.data.held_out)))
 
     @property
+    def positions(self) -> int:
+        """Count the positions of the longest prompt and answer. The model never reads an answer's last token,
+        so it takes none."""
+        return self.longest + self.config.objective.tokens - 1
+
+    @property
     def width(self) -> int:
-        """Count the positions of a row, which hold the prompt and the answer but for its last token."""
-        longest = self.longest + self.config.objective.tokens - 1
-        return -(-longest // self.multiple) * self.multiple
+        """Count the positions of a row, which hold a prompt and its answer."""
+        return -(-self.positions // self.multiple) * self.multiple
 
     def check(self, lm: LanguageModel) -> None:
-        """Check that prompts leave room for an answer."""
-        most = self.config.objective.tokens
-        if lm.context is not None and self.longest + most > lm.context:
+        """Check that prompts leave room for an answer. In a talk they do wherever the context fits the
+        model, since that is checked before each turn."""
+        if lm.context is not None and self.positions > lm.context:
             raise ConfigError(
-                f"a prompt has {self.longest} tokens, an answer may have objective.tokens={most}, and "
-                f"{lm.context} is what the model was made for. Fix: fewer tokens, or leave such prompts out."
+                f"a prompt has {self.longest} tokens and an answer may have "
+                f"objective.tokens={self.config.objective.tokens}: {self.positions} positions without its "
+                f"last token, and {lm.context} is what the model was made for. Fix: fewer tokens, or leave "
+                "such prompts out."
             )
 
     @property
@@ -466,7 +473,7 @@ def make_rewarded_batches(
 
     # One program reads prompts and draws the first tokens; another draws several tokens that follow.
     sampling, count = (config.temperature, config.top_p), min(TOGETHER, config.tokens)
-    first = make_first_draw(tuning.lm, prompts.longest + config.tokens, *sampling)
+    first = make_first_draw(tuning.lm, prompts.positions, *sampling)
     following = make_next_draws(tuning.lm, count, *sampling)
     rollouts = Rollouts(
         fs.shard_forward(tuning.policy(first), drawn_specs, **options),

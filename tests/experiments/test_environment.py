@@ -78,6 +78,10 @@ def growing(prompt: Any, ask: Any) -> Any:
     ask([{"role": "user", "content": "a" * 60}])
 
 
+def filling(prompt: Any, ask: Any) -> Any:
+    return [ask([{"role": "user", "content": "a" * 58}])], 1.0
+
+
 def of(name: str = "asking_twice") -> tuple[str, ...]:
     return (f"objective.environment._target_={__name__}.{name}", "data.tokens=96")
 
@@ -86,6 +90,16 @@ def playing(model: Any, data: Any, where: Any, name: str, *more: str) -> tuple[A
     config = config_of(model, data, where, *QUICK, *of(name), *more)
     parts = finetune.build(config)
     return parts, parts.rewarded, parts.make_state()
+
+
+def assert_sampler_is_the_model(parts: Any, state: Any, turns: Any, batch: Any) -> None:
+    """Assert that the log-probabilities of all drawn tokens are those of the model at the batch's tokens."""
+    lm, params = parts.planned.tuning.lm, state.params["base"]
+    logits = lm.logits(params, *(batch[n] for n in ("tokens", "positions", "documents")))
+    mask = batch["targets"] != -100
+    of_targets = logits.log_softmax(-1).gather(2, batch["targets"].clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(of_targets[mask], batch["sampler"][mask], rtol=0, atol=1e-4)
+    assert int(mask.sum()) == sum(len(turn.answer[0]) for turn in turns)
 
 
 # ------------------------------------------------------------------ turns
@@ -98,12 +112,7 @@ def test_what_is_learned_is_what_was_drawn_after_what_was_shown(model, data, tmp
     assert len(rewards) == 4 < len(turns)
     batch = rewarded._lay_out_turns(turns, rewards)
     assert int(batch["answers"].sum()) == 4 and batch["tokens"].shape[1] == 96
-    lm, params = parts.planned.tuning.lm, state.params["base"]
-    logits = lm.logits(params, *(batch[n] for n in ("tokens", "positions", "documents")))
-    mask = batch["targets"] != -100
-    of_targets = logits.log_softmax(-1).gather(2, batch["targets"].clamp(min=0)[..., None])[..., 0]
-    torch.testing.assert_close(of_targets[mask], batch["sampler"][mask], rtol=0, atol=1e-4)
-    assert int(mask.sum()) == sum(len(turn.answer[0]) for turn in turns)
+    assert_sampler_is_the_model(parts, state, turns, batch)
     # A second turn was shown the first answer's words and what the tool said.
     second = next(turn for turn in turns if turn.number == 1)
     shown = rewarded.prompts.data.tokenizer.decode(second.prompt, control=True)
@@ -116,6 +125,16 @@ def test_what_is_learned_is_what_was_drawn_after_what_was_shown(model, data, tmp
         for document, number in enumerate(numbers, 1):
             own = batch["advantages"][row][batch["documents"][row] == document]
             assert own.unique().tolist() == [pytest.approx(float(gains[turns[number].rollout]))]
+
+
+def test_a_talk_may_take_all_positions_that_the_model_was_made_for(model, data, tmp_path):
+    parts, rewarded, state = playing(model, data, tmp_path, "filling", "data.context=64")
+    assert parts.planned.tuning.lm.context == 64
+    gathered = rewarded.gather(state.params)
+    turns, rewards = rewarded._play(gathered, 0, [3], 8, rewarded.prompts.data.train)
+    assert {len(turn.prompt) for turn in turns} == {62}  # and two of the three tokens of an answer
+    assert max(len(turn.answer[0]) for turn in turns) == 3
+    assert_sampler_is_the_model(parts, state, turns, rewarded._lay_out_turns(turns, rewards))
 
 
 @pytest.mark.long

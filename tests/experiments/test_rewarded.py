@@ -74,7 +74,7 @@ def rollouts(
     forwards = [
         fs.shard_forward(fn, specs, mesh=mesh, backend="eager")
         for fn in (
-            make_first_draw(model, 5 + LENGTH, temperature, 1.0),
+            make_first_draw(model, 5 + LENGTH - 1, temperature, 1.0),
             make_next_draws(model, count, temperature, 1.0),
         )
     ]
