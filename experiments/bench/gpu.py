@@ -142,7 +142,9 @@ def run(config: BenchConfig, folder: Path) -> Result:
             if left < max(budget, LEAST_S):
                 wanted = STAGES[name].seconds or LEAST_S
                 reason = f"not started: {wanted:g} s are not left before until={config.until:g} s"
-                write_stage(place, name, {"failures": dict.fromkeys(names, reason)}, kept=config.parts)
+                found = read_earlier(place, name, names) if config.parts else {}
+                failures = {**found.get("failures", {}), **dict.fromkeys(names, reason)}
+                write_stage(place, name, {**found, "failures": failures})
             else:
                 # Later stages measure, and share the machine with no process that compiles.
                 if name != next(iter(STAGES)):
@@ -243,7 +245,7 @@ def run_stage(name: str, names: Sequence[str], config: BenchConfig, place: Path,
     """Run parts of a stage in a process. If a part ends the process, run those after it in another one."""
     say(f"{name}: {', '.join(names)}, at most {seconds:.0f} s")
     end, log, todo = time.monotonic() + seconds, place / "log.txt", list(names)
-    write_stage(place, name, {}, kept=config.parts)
+    write_stage(place, name, read_earlier(place, name, names) if config.parts else {})
     while todo:
         child = start_child([name, str(place), ",".join(todo)], config, log)
         (code,) = wait_or_kill([child], end - time.monotonic())
@@ -280,15 +282,21 @@ def stage_file(place: Path, name: str) -> Path:
     return place / f"{name}.json"
 
 
-def write_stage(place: Path, name: str, found: Found, kept: Sequence[str] = ()) -> None:
-    """Write a stage's file.
+def write_stage(place: Path, name: str, found: Found) -> None:
+    """Write a stage's file."""
+    blank = {"parts": {}, "failures": {}, "seconds": {}, "done": []}
+    write_json(stage_file(place, name), blank | found)
+
+
+def read_earlier(place: Path, name: str, names: Sequence[str]) -> Found:
+    """Return what an earlier run has found in a stage, without the failures of the parts that run now.
 
     Args:
-        kept: if there are any, the findings of an earlier run's parts stay.
+        names: the parts that run now.
     """
-    before = read_json(stage_file(place, name)) if kept else {}
-    blank = {"parts": before.get("parts", {}), "failures": {}, "seconds": {}, "done": []}
-    write_json(stage_file(place, name), blank | found)
+    before = read_json(stage_file(place, name))
+    failures = {part: why for part, why in before.get("failures", {}).items() if part not in names}
+    return {"parts": before.get("parts", {}), "failures": failures, "seconds": before.get("seconds", {})}
 
 
 def read_stages(place: Path) -> dict[str, Found]:

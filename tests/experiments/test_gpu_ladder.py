@@ -156,6 +156,22 @@ def test_parts_are_made_once_more(toys: Any, tmp_path: Path) -> None:
         gpu.run(replace(config, parts=("sync",)), tmp_path)
 
 
+def test_what_failed_before_stays_until_it_is_made_once_more(toys: Any, tmp_path: Path) -> None:
+    config, failed = replace(CONFIG, folder=str(tmp_path), until=1e6), {"presets": "old", "syncs": "old"}
+    before = {"parts": {"versions": {"found": "old"}}, "failures": failed, "seconds": {"versions": 7.0}}
+    gpu.write_stage(tmp_path, "works", before)
+    assert gpu.run(replace(config, parts=("syncs",), until=10.0), tmp_path).failed
+    works = read_stage(tmp_path, "works")
+    assert works["failures"]["presets"] == "old" and "until=10" in works["failures"]["syncs"]
+    assert works["parts"] == {"versions": {"found": "old"}} and works["seconds"] == {"versions": 7.0}
+    assert gpu.run(replace(config, parts=("syncs",)), tmp_path).failed  # presets, as the table says
+    works = read_stage(tmp_path, "works")
+    assert works["failures"] == {"presets": "old"} and works["seconds"]["versions"] == 7.0
+    assert set(works["parts"]) == set(works["seconds"]) == {"versions", "syncs"}
+    assert not gpu.run(replace(config, parts=("presets",)), tmp_path).failed
+    assert not gpu.run(config, tmp_path).failed and read_stage(tmp_path, "works")["seconds"]["versions"] < 7.0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_ladder_that_is_ended_leaves_what_it_found(toys: Any, tmp_path: Path, number: int) -> None:
     """It leaves no running process."""
