@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import itertools
 import random
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from functools import lru_cache
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from experiments.data.text import is_held_out, source_files, standard_library
 from experiments.lib.files import write_lines
@@ -38,6 +40,7 @@ COLOURS = {"red": (214, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 210), 
 SHAPES = ("circle", "square", "triangle")
 ONE_IN, DRAWN = 12, 8000  # one problem in `ONE_IN` is held out, and of the others `DRAWN` are drawn
 OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+MAKE = re.compile(r"make (\d+): (\d)(\d)=")  # in a prompt of the built-in tasks
 
 
 @dataclass(frozen=True)
@@ -286,13 +289,13 @@ def write_answer_files(folder: str | Path) -> tuple[Path, Path]:
     """
     draw, names = random.Random(2), ("train_answers.jsonl", "held_out_answers.jsonl")
     sides = [
-        [{"prompt": p, "chosen": right, "rejected": _spoil(right, draw)} for p, right in problems]
+        [{"prompt": p, "chosen": right, "rejected": _spoil(p, right, draw)} for p, right in problems]
         for problems in _draw_problems()
     ]
     return tuple(write_lines(Path(folder, name), lines) for name, lines in zip(names, sides, strict=True))
 
 
-def _spoil(answer: str, draw: random.Random) -> str:
+def _spoil(prompt: str, answer: str, draw: random.Random) -> str:
     """Return a wrong answer: the right one with a character removed, added or replaced, or random characters.
 
     A policy finds whatever a reward model has never seen. If no wrong answer were too long, it would learn to
@@ -305,14 +308,37 @@ def _spoil(answer: str, draw: random.Random) -> str:
             answer[:-1], answer + sign, answer[:place] + sign + answer[place + 1 :],
             "".join(draw.choices(signs, k=draw.randint(1, 4))),
         ))  # fmt: skip
-        # Another expression of the same digits may be right, too.
-        is_right = wrong == answer or (not answer.isdigit() and _sort_digits(wrong) == _sort_digits(answer))
-        if wrong and not is_right:
+        # Another expression may make the same number.
+        if wrong and not is_solution(prompt, wrong, answer):
             return wrong
 
 
-def _sort_digits(text: str) -> list[str]:
-    return sorted(filter(str.isdigit, text))
+def is_solution(prompt: str, answer: str, response: str) -> bool:
+    """Return whether an answer to a built-in task is right.
+
+    It is the response, or where a number is to be made any expression of the two digits that makes it.
+    """
+    if task := MAKE.search(prompt):
+        return _evaluates_to(answer.strip(), int(task[1]), sorted(task.groups()[1:]))
+    return answer.strip() == response.strip()
+
+
+def _evaluates_to(text: str, target: int, numbers: list[str]) -> bool:
+    """Return whether an expression of these numbers, each once, is the target. Only + - * are evaluated."""
+    if not re.fullmatch(r"[\d+\-* ()]{1,40}", text) or sorted(re.findall(r"\d+", text)) != numbers:
+        return False
+    try:
+        return _evaluate(ast.parse(text, mode="eval").body) == target
+    except (SyntaxError, KeyError, AttributeError, RecursionError):
+        return False
+
+
+def _evaluate(node: Any) -> int:
+    """Compute an expression of + - * and whole numbers. Other nodes raise a KeyError or AttributeError."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    operator = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}[type(node.op)]
+    return OPERATORS[operator](_evaluate(node.left), _evaluate(node.right))
 
 
 def _draw_problems() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:

@@ -14,7 +14,6 @@ Your own reward is named by `_target_`. The directory of a model is a reward, to
 
 from __future__ import annotations
 
-import ast
 import inspect
 import math
 import os
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 
-from experiments.data.builtin import OPERATORS
+from experiments.data.builtin import is_solution
 from experiments.data.fields import words_of
 from experiments.data.model_files import LOCAL, WEIGHTS, check_reward_model, quiet, read_model_config
 from experiments.data.records import last_number
@@ -38,7 +37,6 @@ from experiments.lib.task import make_target
 from fnshard.errors import report
 
 AT_ONCE = 64  # the most conversations that a reward model reads at once
-MAKE = re.compile(r"make (\d+): (\d)(\d)=")  # in a prompt of the built-in tasks
 Rows = Sequence[Mapping[str, Any]]
 Reward = Callable[[Sequence[str], Sequence[str], Rows], Sequence[float]]
 
@@ -76,32 +74,8 @@ def places(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[f
 
 def solved(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
     """Give 1 for the record's response, and for any expression that makes the number."""
-    numbers = []
-    for prompt, answer, row in zip(prompts, answers, rows, strict=True):
-        if task := MAKE.search(prompt):
-            is_right = _evaluates_to(answer.strip(), int(task[1]), sorted(task.groups()[1:]))
-        else:
-            is_right = answer.strip() == row["response"].strip()
-        numbers.append(float(is_right))
-    return numbers
-
-
-def _evaluates_to(text: str, target: int, numbers: list[str]) -> bool:
-    """Return whether an expression of these numbers, each once, is the target. Only + - * are evaluated."""
-    if not re.fullmatch(r"[\d+\-* ()]{1,40}", text) or sorted(re.findall(r"\d+", text)) != numbers:
-        return False
-    try:
-        return _evaluate(ast.parse(text, mode="eval").body) == target
-    except (SyntaxError, KeyError, AttributeError, RecursionError):
-        return False
-
-
-def _evaluate(node: Any) -> int:
-    """Compute an expression of + - * and whole numbers. Other nodes raise a KeyError or AttributeError."""
-    if isinstance(node, ast.Constant):
-        return node.value
-    operator = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}[type(node.op)]
-    return OPERATORS[operator](_evaluate(node.left), _evaluate(node.right))
+    triples = zip(prompts, answers, rows, strict=True)
+    return [float(is_solution(prompt, answer, row["response"])) for prompt, answer, row in triples]
 
 
 REWARDS: Mapping[str, Reward] = {"exact": exact, "number": number, "format": form, "length": length,

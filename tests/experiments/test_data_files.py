@@ -451,12 +451,18 @@ def test_built_in_examples_are_real_split_and_the_same_every_time(tmp_path, byte
 
 
 def test_built_in_answers_are_right_and_wrong(tmp_path):
-    for file in builtin.write_answer_files(tmp_path):
+    files = builtin.write_answer_files(tmp_path)
+    for file in files:
         records = [json.loads(line) for line in file.read_text().splitlines()]
         prompts, rows = [r["prompt"] for r in records], [{"response": r["chosen"]} for r in records]
         assert set(rewards.solved(prompts, [r["chosen"] for r in records], rows)) == {1.0}
         assert set(rewards.solved(prompts, [r["rejected"] for r in records], rows)) == {0.0}
         assert len({p.split(" ")[0] for p in prompts}) == 4 and all(r["rejected"] for r in records)
+    # Some wrong expressions have the right digits, such as one with another sign.
+    signs = str.maketrans("+-*", "???")
+    pairs = [(r["chosen"], r["rejected"]) for r in map(json.loads, files[0].read_text().splitlines())]
+    slips = [wrong for right, wrong in pairs if wrong.translate(signs) == right.translate(signs)]
+    assert len(slips) >= 10
 
 
 def test_built_in_twins_share_the_words_of_a_name(tmp_path):
