@@ -82,6 +82,9 @@ def tokenize(config: TokenizeConfig) -> list[Shards]:
             shards.check(read_all=True)
         if len(finished) < len(SIDES):
             _write_shards(out, config, tokenizer, sides, command)
+        # The text that was read is needed no more. An earlier process may have been killed before this line.
+        if (out / WORK).exists():
+            shutil.rmtree(out / WORK)
         found = [open_shards(out / side) for side in SIDES]
     except OSError as error:
         raise ConfigError(f"{out}: shards cannot be written there: {error}.") from error
@@ -158,7 +161,6 @@ def _write_shards(
             eos=tokenizer.eos, broken=len(problems[side]),
         )  # fmt: skip
         commit_folder(partial_folder, out / side)
-    shutil.rmtree(out / WORK)
 
 
 def _keep_intact(folder: Path) -> dict[str, list[int]]:

@@ -131,6 +131,23 @@ def test_a_job_that_was_cut_off_goes_on_and_what_is_written_is_kept(texts, tmp_p
     assert tokenize(replace(cut_off, processes=2)) == after and times(tmp_path / "cut") == made
 
 
+def test_a_job_that_was_killed_before_it_removed_its_text_removes_it_later(texts, tmp_path, monkeypatch):
+    remove, work = shutil.rmtree, tmp_path / "out" / job.WORK
+
+    def dies(folder, **how):
+        if folder == work:
+            raise KeyboardInterrupt
+        remove(folder, **how)
+
+    config = tokenize_config(tmp_path / "out", texts / "sub")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(job.shutil, "rmtree", dies)
+        tokenize(config)
+    assert {job.WORK, *job.SIDES} <= {path.name for path in (tmp_path / "out").iterdir()}
+    tokenize(config)
+    assert not work.exists()
+
+
 def test_processes_that_open_new_arrays_at_once_find_one_header(tmp_path, monkeypatch):
     np.save(tmp_path / "0.npy", np.arange(1000, dtype=np.uint16))
     write, found = shards_module.write_record, []
