@@ -21,6 +21,7 @@ from experiments.lib.checks import ConfigError
 from fnshard.runtime.files.folder import flush_directory, flush_file, make_directory
 
 LOCK = "run.lock"
+PARTIAL = ".partial"  # the end of the name that a file has while it is written
 SUM = "crc32"  # the last key of a record
 SEAL = "# crc32 of what follows: "
 PIECE_BYTES = 16 << 20  # the bytes of a file that are read at once
@@ -64,7 +65,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 def _write_aside(path: Path, parts: Iterable[bytes], *, durable: bool) -> None:
     """Write a file under another name, flush it if it is to be durable, and rename it."""
     make_directory(path.parent)
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f"{path.name}{PARTIAL}")
     try:
         with naming(path), partial.open("wb") as file:
             file.writelines(parts)

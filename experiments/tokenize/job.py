@@ -29,6 +29,7 @@ from experiments.data.text import is_held_out, source_files, standard_library
 from experiments.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from experiments.lib.checks import ConfigError, pluralize
 from experiments.lib.files import (
+    PARTIAL,
     DamagedError,
     commit_folder,
     differences,
@@ -265,7 +266,9 @@ def _refuse_taken(out: Path, command: Mapping[str, Any]) -> None:
         before = read_record(out / COMMAND) or {}
     except DamagedError as error:
         raise DamagedError(f"{error} Fix: delete {out}, or another out.") from None
-    others = sorted(p.name for p in out.iterdir() if p.name != WORK) if out.is_dir() else []
+    # A job that was killed before it had written its record has left no other names than these.
+    first = {WORK, f"{COMMAND}{PARTIAL}"}
+    others = sorted({p.name for p in out.iterdir()} - first) if out.is_dir() else []
     if others and not before:
         raise ConfigError(
             report(f"out={out} holds something else:", first_few(others, SHOWN), "another out.")

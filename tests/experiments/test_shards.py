@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -146,6 +147,23 @@ def test_a_job_that_was_killed_before_it_removed_its_text_removes_it_later(texts
     assert {job.WORK, *job.SIDES} <= {path.name for path in (tmp_path / "out").iterdir()}
     tokenize(config)
     assert not work.exists()
+
+
+def test_a_job_that_was_killed_while_it_wrote_its_record_goes_on(texts, tmp_path, monkeypatch):
+    replace_file, out = os.replace, tmp_path / "out"
+
+    def dies(source, target):
+        if target == out / job.COMMAND:
+            raise KeyboardInterrupt
+        replace_file(source, target)
+
+    config = tokenize_config(out, texts / "sub")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", dies)
+        tokenize(config)
+    assert {path.name for path in out.iterdir()} == {job.WORK, f"{job.COMMAND}.partial"}
+    tokenize(config)
+    assert {path.name for path in out.iterdir()} == {*job.SIDES, job.COMMAND, "tokenizer"}
 
 
 def test_processes_that_open_new_arrays_at_once_find_one_header(tmp_path, monkeypatch):
