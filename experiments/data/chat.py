@@ -202,7 +202,7 @@ def _fit_to_template(
     """
     options = options or {}
     template = tokenizer.hf.get_chat_template(tools=tools)
-    _check_controls(tokenizer, [*messages, *(tools or []), options])
+    _check_controls(tokenizer, messages, tools or [], options)
     # A template ignores a variable that it does not name, without an error.
     has_calls = any(message.get("tool_calls") for message in messages)
     given = {"tools": bool(tools), "tool_calls": has_calls, **dict.fromkeys(options, True)}
@@ -425,15 +425,20 @@ def _render(
         raise LineError(f"the chat template refuses it ({type(error).__name__}: {error})") from error
 
 
-def _check_controls(tokenizer: DirectoryTokenizer, messages: Messages) -> None:
+def _check_controls(
+    tokenizer: DirectoryTokenizer, messages: Messages, tools: Sequence[Any], options: Mapping[str, Any]
+) -> None:
     """Refuse text that would become a control token, so that nobody ends a turn by writing how turns end."""
     pattern = _make_control_pattern(tokenizer)
-    for number, message in enumerate(messages):
+    texts = {f"messages[{number}]": message for number, message in enumerate(messages)}
+    texts |= {f"tools[{number}]": tool for number, tool in enumerate(tools)}
+    texts |= {f"options.{name}": value for name, value in options.items()}
+    for name, value in texts.items():
         # A call's arguments and a tool's schema are searched, too: JSON has all texts of a message.
-        if found := pattern.search(json.dumps(message, ensure_ascii=False, default=str)):
+        if found := pattern.search(json.dumps(value, ensure_ascii=False, default=str)):
             raise LineError(
-                f"messages[{number}] spells the control token {found[0]!r} (write it otherwise; what a "
-                "chat template has rendered goes into text, or prompt and response)"
+                f"{name} spells the control token {found[0]!r} (write it otherwise; what a chat template has "
+                "rendered goes into text, or prompt and response)"
             )
 
 

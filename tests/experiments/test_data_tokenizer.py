@@ -195,6 +195,11 @@ def test_nobody_ends_a_turn_by_writing_how_turns_end(directory, content):
     ):
         with raises(LineError, leaves="messages[0]", says="control token '<"):
             opening(tokenizer, talk)
+    talk, tools = [{"role": "user", "content": "a"}], [{"name": "b"}, {"name": "c", "description": content}]
+    with raises(LineError, leaves="tools[1]", says="control token '<"):
+        opening(tokenizer, talk, tools)
+    with raises(LineError, leaves="options.date", says="control token '<"):
+        opening(tokenizer, talk, options={"date": content})
     ids, _ = encode_sample({"prompt": content, "response": "yo"}, tokenizer)[0]  # there it is one
     assert ids.tolist() == [*tokenizer.hf(f"{content}yo", add_special_tokens=False).input_ids, tokenizer.eos]
 
