@@ -239,9 +239,9 @@ class Dataset:
         if self.unit != "byte":
             return {}
         train = self.train.windows(np.zeros(1, np.int64), min(self.train.tokens, MOST_COUNTED))
-        # Each window is read with tokens before it, so that trigrams have their context at every target.
-        windows = self.measured.windows(self.starts.numpy() - 2, self.config.context + 3)
-        targets = torch.arange(windows.size).reshape(windows.shape)[:, 3:].flatten()
+        # Each window is read with the token before it, so that trigrams have their context at every target.
+        windows = self.measured.windows(self.starts.numpy() - 1, self.config.context + 2)
+        targets = torch.arange(windows.size).reshape(windows.shape)[:, 2:].flatten()
         return table_losses(_to_bytes(train), _to_bytes(windows), targets)
 
     def encode(self, text: str) -> list[int]:
