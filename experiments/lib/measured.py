@@ -102,7 +102,11 @@ def read_measurements(folder: Path) -> MeasuredRun | None:
     kinds: tuple[Observation, ...] = ()
     if (folder / LINES).exists():
         profile = read_record(folder / LINES) or {}
-        values, _ = profile["kinds"], (profile["lines"], profile["exposed_s"])  # damaged if one is missing
+        if missing := {"lines", "kinds", "exposed_s"} - profile.keys():
+            raise KeyError(*missing)
+        values = profile["kinds"]
+        if not all(each["predicted_s"][""] > 0 for each in values):
+            raise ValueError(f"{LINES}: nothing was predicted for a kind of line")
         total = sum(each["predicted_s"][""] for each in values)
         kinds = tuple(
             Observation(v["predicted_s"], v["measured_s"], v["predicted_s"][""] / total) for v in values

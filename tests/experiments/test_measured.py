@@ -28,7 +28,7 @@ CPU = fs.Hardware.named("cpu")
 
 def record(folder: Path, lowered: Any, hardware: fs.Hardware, truth: fs.Hardware) -> None:
     """Write what a run leaves on a machine that is `truth` and was taken for `hardware`."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     values = prediction_of(lowered, hardware) | {"measured_s": lowered.timeline(truth).step_seconds}
     (folder / RUN).write_text(json.dumps({"prediction": values}))
 
@@ -74,6 +74,21 @@ def test_a_folder_that_says_nothing_is_one_error(tmp_path: Path, text: str | Non
     if text:
         with raises(ConfigError, leaves=f"run={tmp_path}"):
             report_time(tmp_path)
+
+
+def test_a_profile_without_predictions_is_one_error(tmp_path: Path) -> None:
+    low = lower(*llama(1), ranks=2)
+    record(tmp_path, low, CPU, CPU)
+    (tmp_path / LINES).parent.mkdir()
+    kinds = [{"kind": kind, "predicted_s": {"": 0.0}, "measured_s": 1.0} for kind in ("update", "cast")]
+    for damaged in ({"lines": [], "kinds": kinds, "exposed_s": [0.0]}, {"lines": [], "kinds": []}):
+        (tmp_path / LINES).write_text(json.dumps(damaged))
+        with raises(ConfigError, leaves=[f"hardware=measured:{tmp_path}", "damaged"]):
+            hardware_of_runs(str(tmp_path))
+        with raises(ConfigError, leaves=f"run={tmp_path}"):
+            report_time(tmp_path)
+    (tmp_path / LINES).write_text(json.dumps({"lines": [], "kinds": [], "exposed_s": [0.0]}))
+    assert hardware_of_runs(str(tmp_path)).name == "cpu as 1 run measured"
 
 
 def test_runs_with_other_ranks_on_a_host_say_nothing(tmp_path: Path) -> None:
