@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from experiments.bench.sizes import read_decoder, size_names
-from experiments.lib.checks import ConfigError, configuration, refusal
+from experiments.lib.checks import ConfigError, configuration, join_problems
 from experiments.lib.decoder import DecoderConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -258,5 +258,5 @@ def complete(config: BenchConfig) -> BenchConfig:
     elif config.device == "cuda" and config.ranks != 1:
         problems.append(f"ranks={config.ranks}: on device=cuda the bench runs on one GPU. Fix: ranks=1.")
     if problems:
-        raise refusal(problems)
+        raise join_problems(problems)
     return config

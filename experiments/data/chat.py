@@ -24,7 +24,7 @@ FUNCTION = '{"type": "function", "function": {"name": ...}}'
 ASKS_NULL = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")  # in a template that knows empty contents
 
 
-def conversation(
+def encode_conversation(
     tokenizer: DirectoryTokenizer,
     messages: Messages,
     first: int = 0,
@@ -136,7 +136,7 @@ def is_rendered(tokenizer: DirectoryTokenizer, *texts: Any) -> bool:
     return any(isinstance(text, str) and _make_control_pattern(tokenizer).search(text) for text in texts)
 
 
-def opening(
+def encode_chat_prompt(
     tokenizer: DirectoryTokenizer,
     messages: Messages,
     tools: list[Any] | None = None,
@@ -149,7 +149,7 @@ def opening(
         pictures: the images of the parts of the type "image", in order; by default those that the parts name.
 
     Raises:
-        LineError: the conversation cannot be shown, for one of the reasons of `conversation`.
+        LineError: the conversation cannot be shown, for one of the reasons of `encode_conversation`.
     """
     named = pictures_in(tokenizer, messages)
     shown, variables = _fit_to_template(tokenizer, messages, tools, options)

@@ -10,7 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from experiments.data.chat import Sample, conversation, encode_rendered, is_rendered, opening, parts
+from experiments.data.chat import (
+    Sample,
+    encode_chat_prompt,
+    encode_conversation,
+    encode_rendered,
+    is_rendered,
+    parts,
+)
 from experiments.data.fields import DETAIL, LEARNED, Exchange, Record, read
 from experiments.data.tokenizer import DirectoryTokenizer
 from experiments.lib.files import LineError
@@ -95,7 +102,7 @@ def encode(said: Exchange, kind: str, tokenizer: DirectoryTokenizer) -> list[Sam
 def _encode_question(tokenizer: DirectoryTokenizer, said: Exchange) -> Sample:
     """Tokenise a prompt as a model is asked it, with the words of its answer behind it."""
     if said.is_chat:
-        ids = opening(tokenizer, _as_messages(said.prompt, "user"), said.tools, said.options)
+        ids = encode_chat_prompt(tokenizer, _as_messages(said.prompt, "user"), said.tools, said.options)
     elif is_rendered(tokenizer, said.prompt):
         ids = encode_rendered(tokenizer, said.prompt, [])[0].tolist()
     else:
@@ -190,7 +197,7 @@ def _encode_chat(tokenizer: DirectoryTokenizer, said: Exchange, response: str | 
                 raise LineError("a response begins with a user's message that is not the prompt")
     if not any(message["role"] == "assistant" for message in whole[first:]):
         raise LineError("there is no assistant's message to learn")
-    return conversation(tokenizer, whole, first, said.tools, said.options)
+    return encode_conversation(tokenizer, whole, first, said.tools, said.options)
 
 
 def _as_messages(said: str | list[Any], role: str) -> list[Any]:

@@ -31,7 +31,7 @@ from experiments.lib.files import (
 from fnshard.errors import report
 
 # Next to folders of shards lie a record of the command that wrote them, and its tokenizer.
-COMMAND, TOKENIZER = "tokenize.json", "tokenizer"
+COMMAND_FILE, TOKENIZER = "tokenize.json", "tokenizer"
 TOKENIZER_FILES = "tokenizer_files"  # in the command's record, the digests of the tokenizer's files
 HEADER, SUMS = "shards.json", "shards.crc32"
 BLOCK_BYTES = 2**17  # bytes of a checksum, no more than the system reads ahead
@@ -163,7 +163,7 @@ def open_shards(folder: str | Path) -> Shards:
     """Map a folder of shards.
 
     Arrays [tokens] of uint16 or uint32 without a header, which another program wrote, are read once to write
-    the header (`describe`). Of several processes that open them at once, one does so, and the others wait.
+    it (`write_header`). Of several processes that open them at once, one does so, and the others wait.
 
     Raises:
         ConfigError: there are no arrays, or not all that the header names.
@@ -177,7 +177,7 @@ def open_shards(folder: str | Path) -> Shards:
             if header is None and (folder / SUMS).exists():
                 raise DamagedError(f"{folder / HEADER} is missing. Fix: {ANEW}")
             if header is None:
-                return describe(folder)
+                return write_header(folder)
     try:
         shards = Shards(folder=folder, **header)
     except TypeError:
@@ -214,7 +214,7 @@ def _read_header(folder: Path) -> dict[str, Any] | None:
         raise DamagedError(f"{error} Fix: {ANEW}") from None
 
 
-def describe(folder: Path, **known: Any) -> Shards:
+def write_header(folder: Path, **known: Any) -> Shards:
     """Read the arrays of a folder once, and write its header and checksums if the folder can be written to.
 
     Args:
@@ -285,9 +285,9 @@ def check_tokenizer(root: Path) -> None:
     Raises:
         DamagedError: the tokenizer or the record of the command that wrote it is not what was written.
     """
-    fix = f"write the shards anew; where the tokenizer is your own, delete {root / COMMAND}."
+    fix = f"write the shards anew; where the tokenizer is your own, delete {root / COMMAND_FILE}."
     try:
-        command = read_record(root / COMMAND) or {}
+        command = read_record(root / COMMAND_FILE) or {}
     except DamagedError as error:
         raise DamagedError(f"{error} Fix: {fix}") from None
     if wrong := differences(root / TOKENIZER, command.get(TOKENIZER_FILES, {}), read_all=True):

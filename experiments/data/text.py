@@ -192,21 +192,22 @@ class Dataset:
     """The two streams of tokens of a run.
 
     Args:
-        measured: the stream that is held out.
+        held_out_stream: the stream that is held out.
         tokenizer: the tokenizer of the streams; None if it is not known.
         unit: the word for a token, "byte" or "token".
     """
 
     config: TrainConfig
     train: TokenStream
-    measured: TokenStream
+    held_out_stream: TokenStream
     tokenizer: Tokenizer | None
     unit: str
 
     @property
     def starts(self) -> Tensor:
         """Return the starts of the held-out windows; int64 [rows]."""
-        return held_out_starts(self.measured.tokens, self.config.data.held_out_rows, self.config.context)
+        rows = self.config.data.held_out_rows
+        return held_out_starts(self.held_out_stream.tokens, rows, self.config.context)
 
     def loader(self, mesh: fs.Mesh) -> Loader:
         """Make the loader of this rank's batches, from the first step on."""
@@ -228,7 +229,7 @@ class Dataset:
         # All batches have the same number of rows, so that one compiled program serves them.
         mine = self.starts.chunk(mesh.data_size)[mesh.data_rank]
         for starts in mine.split(math.gcd(len(mine), rows)):
-            yield cut_windows(self.measured, starts.numpy(), self.config.context)
+            yield cut_windows(self.held_out_stream, starts.numpy(), self.config.context)
 
     def ngram_losses(self) -> dict[str, float]:
         """Return losses of n-gram tables at the targets of the held-out windows, in nats.
@@ -240,14 +241,14 @@ class Dataset:
             return {}
         train = self.train.windows(np.zeros(1, np.int64), min(self.train.tokens, MOST_COUNTED))
         # Each window is read with the token before it, so that trigrams have their context at every target.
-        windows = self.measured.windows(self.starts.numpy() - 1, self.config.context + 2)
+        windows = self.held_out_stream.windows(self.starts.numpy() - 1, self.config.context + 2)
         targets = torch.arange(windows.size).reshape(windows.shape)[:, 2:].flatten()
         return table_losses(_to_bytes(train), _to_bytes(windows), targets)
 
     def encode(self, text: str) -> list[int]:
         """Return a text's tokens; the first held-out token if it has none, or if there is no tokenizer."""
         tokens = self.tokenizer.encode(text) if self.tokenizer else []
-        return tokens or self.measured.windows(np.zeros(1, np.int64), 1)[0].tolist()
+        return tokens or self.held_out_stream.windows(np.zeros(1, np.int64), 1)[0].tolist()
 
     def decode(self, tokens: list[int]) -> str:
         """Return tokens as text, or as numbers if there is no tokenizer."""

@@ -19,8 +19,8 @@ from fnshard.errors import MissingExtraError, report
 FILE, CONFIG, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 OLD_TEMPLATE = "chat_template.json"  # that of a processor, in models that see
 COPIED = (FILE, CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE, OLD_TEMPLATE)
-PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-STOPS = ("generation_config.json", "config.json")  # files that name tokens which end a generation
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+STOP_FILES = ("generation_config.json", "config.json")  # files that name tokens which end a generation
 BUILT_IN = "fnshard_tokenizer"  # a key of `CONFIG` that marks the files of the byte tokenizer
 
 # ------------------------------------------------------------------ bytes
@@ -171,13 +171,13 @@ class DirectoryTokenizer:
 
     def save(self, folder: Path) -> None:
         """Copy its files, and write the chat template and the ends of a generation if the files lack them."""
-        for name in COPIED + PROCESSORS:
+        for name in COPIED + PROCESSOR_FILES:
             if (self.folder / name).is_file():
                 shutil.copyfile(self.folder / name, folder / name)
         if self.plain:
             (folder / TEMPLATE_FILE).write_text(self.hf.chat_template, encoding="utf-8")
-        if not (folder / STOPS[0]).exists():
-            write_json(folder / STOPS[0], {"eos_token_id": list(self.stops)})
+        if not (folder / STOP_FILES[0]).exists():
+            write_json(folder / STOP_FILES[0], {"eos_token_id": list(self.stops)})
 
 
 Tokenizer = ByteTokenizer | DirectoryTokenizer  # those of shards
@@ -263,7 +263,7 @@ def open_directory(directory: str | Path) -> DirectoryTokenizer:
 
     # The key depends on all that decides which ids a text gets.
     images = None
-    if any((folder / name).is_file() for name in PROCESSORS):
+    if any((folder / name).is_file() for name in PROCESSOR_FILES):
         images = open_images(folder, hf)
     identity = [hf.backend_tokenizer.to_str(), begin, stops, hf.chat_template]
     identity = json.dumps(identity if images is None else [*identity, images.hf.to_json_string()])
@@ -283,14 +283,14 @@ def open_directory(directory: str | Path) -> DirectoryTokenizer:
 def _find_stops(hf: Any, folder: Path) -> tuple[int, ...]:
     """Return the tokenizer's end token, and after it every other that the model's configurations name."""
     found = [hf.eos_token_id]
-    for name in STOPS:
+    for name in STOP_FILES:
         ids = read_json(folder / name).get("eos_token_id")
         found += ids if isinstance(ids, list) else [ids]
     known = set(hf.get_vocab().values())
     stops = tuple(dict.fromkeys(i for i in found if type(i) is int and i in known))
     if not stops:
         raise ConfigError(
-            f"{folder}: no end token in {CONFIG} or {', '.join(STOPS)} that {FILE} knows. "
+            f"{folder}: no end token in {CONFIG} or {', '.join(STOP_FILES)} that {FILE} knows. "
             f'Fix: write "eos_token": "..." into {CONFIG}.'
         )
     return stops

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fnshard as fs
-from experiments.data.chat import opening
+from experiments.data.chat import encode_chat_prompt
 from experiments.data.images import KINDS, Picture
 from experiments.data.tokenizer import DirectoryTokenizer
 from experiments.evaluate.tasks import IMAGE, STOPS, Question, Task, grade_answer
@@ -177,7 +177,7 @@ class Scorer:
         content = [part for part in content if part["type"] == "image" or part["text"]]
         try:
             user = {"role": "user", "content": content}
-            context = opening(self.tokenizer, [user], pictures=question.images)
+            context = encode_chat_prompt(self.tokenizer, [user], pictures=question.images)
         except LineError as error:
             raise ConfigError(f"{name}: {error}.") from None
         pairs = [(context, self.tokenizer.encode_after(choice)) for choice in question.choices]

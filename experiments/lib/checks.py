@@ -38,11 +38,11 @@ def targets_in(values: Any, key: str = "") -> list[str]:
     return targets
 
 
-def flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_keys(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of nested mappings, by dotted keys."""
     if isinstance(values, Mapping):
         for name, value in values.items():
-            yield from flat(value, f"{key}.{name}".removeprefix("."))
+            yield from flatten_keys(value, f"{key}.{name}".removeprefix("."))
     else:
         yield key, values
 
@@ -86,12 +86,12 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
-def refusal(problems: Sequence[str]) -> ConfigError:
+def join_problems(problems: Sequence[str]) -> ConfigError:
     """Return one error that lists all problems. A single problem takes one line.
 
-    >>> print(refusal(["run.steps=0: must be 1 or more."]))
+    >>> print(join_problems(["run.steps=0: must be 1 or more."]))
     run.steps=0: must be 1 or more.
-    >>> print(refusal(["run.steps=0: must be 1 or more.", "mesh.z: no such key."]))
+    >>> print(join_problems(["run.steps=0: must be 1 or more.", "mesh.z: no such key."]))
     the configuration has 2 problems:
       run.steps=0: must be 1 or more.
       mesh.z: no such key.

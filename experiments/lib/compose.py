@@ -47,7 +47,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
 from experiments import ROOT
-from experiments.lib.checks import TARGET, ConfigError, flat, refusal
+from experiments.lib.checks import TARGET, ConfigError, flatten_keys, join_problems
 from experiments.lib.config import MEASURED, TrainConfig
 from fnshard.errors import BudgetError, FnshardError, MissingExtraError, OptimizerError, SpecError, TraceError
 
@@ -209,7 +209,7 @@ def from_shell(command: Command, arguments: Sequence[str] | None = None) -> Comp
             with open_hydra(command, known.config_dir):
                 values = plain_values(command, compose_values(command, arguments))
             if unknown := [each.text for each in check(values, command.config)[1] if each.kind == "key"]:
-                raise refusal(unknown)
+                raise join_problems(unknown)
             prefixes = find_target_prefixes(values)
         sys.argv[1:] = [*before, *force(put_targets_in_place(arguments), prefixes)]
         run_sweep(command, lambda composed: None)
@@ -519,7 +519,7 @@ def check_sweep(command: Command, arguments: Sequence[str], config_dir: str | No
             # Rules for several values together are left to each run.
             problems += [each.text for each in check(values, command.config)[1] if each.kind != "rule"]
     if problems:
-        raise refusal(list(dict.fromkeys(problems)))
+        raise join_problems(list(dict.fromkeys(problems)))
     return tuple(prefixes)
 
 
@@ -659,7 +659,7 @@ def build(values: Mapping[str, Any], kind: type = TrainConfig) -> Any:
     """
     config, problems = check(values, kind)
     if problems:
-        raise refusal([problem.text for problem in problems])
+        raise join_problems([problem.text for problem in problems])
     return config
 
 
@@ -689,7 +689,7 @@ def _list_problems(error: ValidationError, kind: type, values: Mapping[str, Any]
     # List the keys that exist; of alternatives, those of the dataclass that the values choose.
     nested = defaults(kind)
     nested |= {group: defaults(each) for group, each in kinds_of(kind, values).items() if each is not None}
-    known = [key for key, _ in flat(nested)]
+    known = [key for key, _ in flatten_keys(nested)]
 
     seen = set()
     for each in error.errors(include_url=False):
@@ -706,7 +706,7 @@ def _list_problems(error: ValidationError, kind: type, values: Mapping[str, Any]
         if each["type"] == "value_error":
             yield from (Problem(text, "rule") for text in str(each["ctx"]["error"]).split("\n  "))
         elif each["type"] == "unexpected_keyword_argument":
-            for path, value in flat(each["input"], key):
+            for path, value in flatten_keys(each["input"], key):
                 yield Problem(f"{path}={_spell(value)}: {_suggest_key(path, known)}", "key")
         elif key not in seen:
             seen.add(key)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import fnshard as fs
-from experiments.lib.checks import ConfigError, flat
+from experiments.lib.checks import ConfigError, flatten_keys
 from experiments.lib.config import AUTO, NEVER
 from experiments.lib.files import DamagedError, lock_folder, read_record, write_record
 from experiments.lib.metrics import METRICS, Goal, grows
@@ -213,7 +213,7 @@ def _refuse_chosen(folder: Path, identity: Mapping[str, Any], resume: str) -> No
             file=sys.stderr,
             flush=True,
         )
-    before, here = dict(flat(there or {})), dict(flat(identity))
+    before, here = dict(flatten_keys(there or {})), dict(flatten_keys(identity))
     differ = [f"{k}: {before.get(k)!r} there, {here.get(k)!r} here" for k in here if before.get(k) != here[k]]
     if before and differ:
         raise ConfigError(

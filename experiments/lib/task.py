@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 
 import fnshard as fs
 from experiments.data.loader import Loader, place_of
-from experiments.lib.checks import TARGET, ConfigError, attempt, describe, refusal
+from experiments.lib.checks import TARGET, ConfigError, attempt, describe, join_problems
 from experiments.lib.config import (
     TARGET_ROWS,
     AdamWConfig,
@@ -206,7 +206,7 @@ def check_targets(config: TrainConfig) -> None:
     for group, each in named:
         attempt(partial(make_target, group, each, partly=True), wrong)
     if wrong:
-        raise refusal(wrong)
+        raise join_problems(wrong)
 
 
 def _make_deferred_model(model: Mapping[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Protocol
 
 from hydra.utils import instantiate
 
-from experiments.lib.checks import TARGET, ConfigError, flat
+from experiments.lib.checks import TARGET, ConfigError, flatten_keys
 from experiments.lib.config import TrackerConfig
 from experiments.lib.files import DamagedError, read_record, write_record
 from fnshard.errors import report
@@ -299,7 +299,7 @@ class MLflow:
         git = run.facts.get("git") or {}
         tags = {"mlflow.source.git.commit": git["revision"]} if git else {}
         self._run = self._client.create_run(experiment, run_name=run.folder.name, tags=tags).info.run_id
-        params = [Param(name, str(value)[:LONGEST]) for name, value in flat(run.facts)]
+        params = [Param(name, str(value)[:LONGEST]) for name, value in flatten_keys(run.facts)]
         for first in range(0, len(params), PARAMS):
             self._client.log_batch(self._run, params=params[first : first + PARAMS])
         return self._run
@@ -318,7 +318,7 @@ class MLflow:
         self._client.log_artifact(self._run, str(path))
 
     def finish(self, status: str, summary: Mapping[str, Any]) -> None:
-        for name, value in flat({"status": status, **summary}):
+        for name, value in flatten_keys({"status": status, **summary}):
             self._client.set_tag(self._run, f"result.{name}", value)
         self._client.set_terminated(self._run, STATES[status])
 

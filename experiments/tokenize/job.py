@@ -24,7 +24,14 @@ from typing import Any, TextIO
 import numpy as np
 
 from experiments.data.rows import Dataset, import_datasets
-from experiments.data.shards import COMMAND, TOKENIZER, TOKENIZER_FILES, Shards, describe, open_shards
+from experiments.data.shards import (
+    COMMAND_FILE,
+    TOKENIZER,
+    TOKENIZER_FILES,
+    Shards,
+    open_shards,
+    write_header,
+)
 from experiments.data.text import is_held_out, source_files, standard_library
 from experiments.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from experiments.lib.checks import ConfigError, pluralize
@@ -131,7 +138,7 @@ def _write_shards(
         shutil.rmtree(folder, ignore_errors=True)
     aside.mkdir()
     tokenizer.save(aside)
-    write_record(out / COMMAND, {**command, TOKENIZER_FILES: digests_of(aside)}, durable=True)
+    write_record(out / COMMAND_FILE, {**command, TOKENIZER_FILES: digests_of(aside)}, durable=True)
     commit_folder(aside, out / TOKENIZER)
 
     # Each side's arrays are written into a folder with another name, which gets its own when it is complete.
@@ -154,10 +161,10 @@ def _write_shards(
                 if path.exists():  # rows without text have no array
                     written[path.name] = digest_of(path)
                     write_record(partial_folder / WRITTEN, written, durable=True)
-        # The shards are complete: describe them, and give the folder its name.
+        # The shards are complete: write their header, and give the folder its name.
         (partial_folder / WRITTEN).unlink(missing_ok=True)
         documents = int(np.count_nonzero(rows[side]["end"][:]))
-        describe(
+        write_header(
             partial_folder, documents=documents, vocab=tokenizer.vocab, tokenizer=tokenizer.key,
             eos=tokenizer.eos, broken=len(problems[side]),
         )  # fmt: skip
@@ -263,11 +270,11 @@ def _refuse_taken(out: Path, command: Mapping[str, Any]) -> None:
     if out.exists() and not out.is_dir():
         raise ConfigError(f"out={out} is a file. Fix: name a folder.")
     try:
-        before = read_record(out / COMMAND) or {}
+        before = read_record(out / COMMAND_FILE) or {}
     except DamagedError as error:
         raise DamagedError(f"{error} Fix: delete {out}, or another out.") from None
     # A job that was killed before it had written its record has left no other names than these.
-    first = {WORK, f"{COMMAND}{PARTIAL}"}
+    first = {WORK, f"{COMMAND_FILE}{PARTIAL}"}
     others = sorted({p.name for p in out.iterdir()} - first) if out.is_dir() else []
     if others and not before:
         raise ConfigError(

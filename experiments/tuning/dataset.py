@@ -37,7 +37,7 @@ from experiments.data.builtin import (
     write_twin_files,
     write_word_files,
 )
-from experiments.data.chat import encode_rendered, is_rendered, opening
+from experiments.data.chat import encode_chat_prompt, encode_rendered, is_rendered
 from experiments.data.loader import Loader, order, place_of
 from experiments.data.prepared import (
     SIDES,
@@ -411,7 +411,7 @@ class FinetuneData:
         if is_rendered(self.tokenizer, prompt):
             return encode_rendered(self.tokenizer, prompt, [])[0].tolist()
         if self.train.chats:
-            return opening(self.tokenizer, [{"role": "user", "content": prompt}])
+            return encode_chat_prompt(self.tokenizer, [{"role": "user", "content": prompt}])
         return [*self.tokenizer.begin, *self.tokenizer.encode(prompt)]
 
     def example(self, data: Prepared, number: int) -> Example:

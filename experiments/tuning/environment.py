@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from experiments.data.chat import opening
+from experiments.data.chat import encode_chat_prompt
 from experiments.data.tokenizer import DirectoryTokenizer
 from experiments.lib.checks import ConfigError, describe
 from experiments.lib.files import LineError
@@ -154,7 +154,7 @@ class _Talk:
             self._ready.release()
             raise Limit
         try:
-            ids = opening(play.tokenizer, list(messages), tools)
+            ids = encode_chat_prompt(play.tokenizer, list(messages), tools)
         except LineError as error:
             raise self._make_error(str(error)) from error
         # The last token of an answer takes no position, since nothing is predicted from it.

@@ -120,7 +120,7 @@ def token_shards(folder: Path, texts: Path) -> Subject:
     def look(copy: Path):
         config = config_of("model.vocab=264")
         data = open_tokens(replace(config, data=ShardsConfig(root=str(copy), held_out_rows=8)))
-        found = data.train, data.measured
+        found = data.train, data.held_out_stream
         streams = [stream_of(each).tolist() for each in found]
         return streams, [replace(each, folder=Path()) for each in found], data.unit, data.tokenizer.key
 

@@ -21,7 +21,7 @@ from tuning import SMALL, STEPS, assert_alike, config_of, tune_on_rank, tune_unt
 import fnshard as fs
 from experiments import finetune
 from experiments.bases import write_base
-from experiments.data.chat import conversation
+from experiments.data.chat import encode_conversation
 from experiments.data.tokenizer import open_directory
 from experiments.generate import main as generate
 from experiments.lib.checks import ConfigError
@@ -423,7 +423,7 @@ def test_one_template_in_training_sampling_and_the_exported_model(model, data, t
         ids = theirs.apply_chat_template(talk, return_dict=False)
         assert ids in trained
         assert theirs.apply_chat_template(talk[:1], add_generation_prompt=True, return_dict=False) == asked
-        again, _ = conversation(open_directory(tmp_path / "run" / name), talk)
+        again, _ = encode_conversation(open_directory(tmp_path / "run" / name), talk)
         assert again.tolist() == ids
 
 

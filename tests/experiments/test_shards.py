@@ -67,7 +67,7 @@ def test_shards_hold_the_text_whatever_their_size(texts, tmp_path, monkeypatch, 
         assert (len(shards.files) == 1) == (shard_mb == 64)
         assert np.load(shards.folder / next(iter(shards.files))).dtype == np.uint16
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
-        [*job.SIDES, job.COMMAND, "tokenizer"]
+        [*job.SIDES, job.COMMAND_FILE, "tokenizer"]
     )
 
 
@@ -153,7 +153,7 @@ def test_a_job_that_was_killed_while_it_wrote_its_record_goes_on(texts, tmp_path
     replace_file, out = os.replace, tmp_path / "out"
 
     def dies(source, target):
-        if target == out / job.COMMAND:
+        if target == out / job.COMMAND_FILE:
             raise KeyboardInterrupt
         replace_file(source, target)
 
@@ -161,9 +161,9 @@ def test_a_job_that_was_killed_while_it_wrote_its_record_goes_on(texts, tmp_path
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, "replace", dies)
         tokenize(config)
-    assert {path.name for path in out.iterdir()} == {job.WORK, f"{job.COMMAND}.partial"}
+    assert {path.name for path in out.iterdir()} == {job.WORK, f"{job.COMMAND_FILE}.partial"}
     tokenize(config)
-    assert {path.name for path in out.iterdir()} == {*job.SIDES, job.COMMAND, "tokenizer"}
+    assert {path.name for path in out.iterdir()} == {*job.SIDES, job.COMMAND_FILE, "tokenizer"}
 
 
 def test_processes_that_open_new_arrays_at_once_find_one_header(tmp_path, monkeypatch):
@@ -329,7 +329,7 @@ def test_shards_that_a_run_cannot_use(shard_folder, numbered, tmp_path):
 
 def test_tables_are_those_of_the_bytes(shard_folder):
     reading = open_tokens(prepare_on(shard_folder))
-    held = stream_of(reading.measured)
+    held = stream_of(reading.held_out_stream)
     batches = list(reading.held_out(fs.make_mesh(shard=1, device="cpu"), 4))
     inputs, targets = (torch.cat(each) for each in zip(*batches, strict=True))
     assert reading.starts[0] == 2 and torch.equal(inputs[:, 1:], targets[:, :-1])

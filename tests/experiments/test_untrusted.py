@@ -147,7 +147,7 @@ def read_model_folder(folder: Path) -> None:
     """Read all that commands read of a model's folder."""
     lm, tokenizer = open_model(folder)
     assert lm.model.config._attn_implementation in ("fnshard", "sdpa", "eager")
-    chat.opening(tokenizer, [{"role": "user", "content": "x"}])
+    chat.encode_chat_prompt(tokenizer, [{"role": "user", "content": "x"}])
 
 
 def save_with(folder: Path) -> None:

@@ -21,7 +21,7 @@ from runs import compose, leave_run
 from experiments import finetune, train
 from experiments.compare.outcome import read_outcome
 from experiments.explain import config as explain_config
-from experiments.lib.checks import ConfigError, flat
+from experiments.lib.checks import ConfigError, flatten_keys
 from experiments.lib.compose import defaults, open_hydra
 from experiments.lib.files import LOCK, lock_folder, write_json
 from experiments.web import charts, prediction, server
@@ -45,7 +45,7 @@ def test_every_key_of_a_command_is_in_its_form(job):
     """Keys come from the dataclasses, files from the folders of `conf`: neither is written down again."""
     form = read_form(Draft(job))
     shown = {each.key for group in form.groups for each in group.fields}
-    every = {key for key, _ in flat(defaults(COMMANDS[job].config))}
+    every = {key for key, _ in flatten_keys(defaults(COMMANDS[job].config))}
     chosen = {f"{group.name}.name" for group in form.groups if group.choices}
     assert form.problems == () and shown == every - chosen
     of = {group.name: group for group in form.groups}
