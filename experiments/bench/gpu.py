@@ -1,4 +1,4 @@
-"""The case `gpu`: fifteen minutes on a GPU, as a ladder of stages that always leaves results.
+"""The case `gpu`: nine minutes on a GPU, as a ladder of stages that always leaves results.
 
     python -m experiments.bench case=gpu device=cuda until=540
 

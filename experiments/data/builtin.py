@@ -273,7 +273,10 @@ def write_task_files(folder: str | Path) -> tuple[Path, Path]:
 
 def write_warming_files(folder: str | Path) -> tuple[Path, Path]:
     """Write problems to train on with careless answers, of which five in six lack their last character, and
-    held-out ones with right answers."""
+    held-out ones with right answers.
+
+    A model learns from them before it learns from rewards: they make the base `tasks`.
+    """
     train, held_out = _draw_problems()
     draw = random.Random(1)
     careless = [(prompt, answer if draw.random() < 1 / 6 else answer[:-1]) for prompt, answer in train]
@@ -283,9 +286,10 @@ def write_warming_files(folder: str | Path) -> tuple[Path, Path]:
 
 
 def write_answer_files(folder: str | Path) -> tuple[Path, Path]:
-    """Write `train_answers.jsonl` and `held_out_answers.jsonl`: problems with a right and a wrong answer.
+    """Write `train_answers.jsonl` and `held_out_answers.jsonl`: problems with a right and a wrong answer, for
+    reward models (`objective=reward`).
 
-    The wrong one is a slip away, or a guess.
+    The wrong answer is a slip away, or a guess.
     """
     draw, names = random.Random(2), ("train_answers.jsonl", "held_out_answers.jsonl")
     sides = [

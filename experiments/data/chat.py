@@ -31,7 +31,7 @@ def encode_conversation(
     tools: list[Any] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Sample:
-    """Tokenise a conversation up to its last assistant's turn.
+    """Tokenise a conversation up to its last message that is an assistant's or is learned.
 
     The words of assistants from message `first` on are learned, unless a message says otherwise
     (`fields.read_learned`). Where a template has no `{% generation %}` marks, prefixes show which these are:

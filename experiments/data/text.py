@@ -66,7 +66,7 @@ def held_out_starts(length: int, rows: int, context: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Windows:
-    """The rows of a stream, `context` tokens each, for a `Loader`.
+    """The rows of a stream for a `Loader`: `context` inputs and as many targets, of `context + 1` tokens.
 
     A window's last token is the next one's first. So every token but the first is a target once an epoch,
     except for those after the last window.

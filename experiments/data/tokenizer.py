@@ -81,11 +81,12 @@ class ByteTokenizer:
         """Write the files that `transformers.AutoTokenizer` opens.
 
         They are `tokenizer.json`, byte-level BPE that merges nothing, and `tokenizer_config.json`. In the
-        directory of a model of type qwen2, transformers takes a class of its own, which composes characters
-        first.
+        directory of a model of type qwen2, transformers takes a class of its own, which first normalises text
+        to NFC.
 
         Args:
             more: control tokens with ids from `vocab` on. Only transformers reads such files.
+            template: the chat template.
         """
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 

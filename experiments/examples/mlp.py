@@ -50,7 +50,7 @@ def batch(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 def main(steps: int = 300, backend: str = "inductor") -> list[float]:
     """Train, print the loss now and then, and return it for every step."""
     mesh = fs.make_mesh(shard=-1)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)  # all ranks draw the same rows, each takes its share
     params = initial(generator)
     rules = [("*.b", LayoutSpec(P())), ("*", LayoutSpec(P("shard")))]  # biases whole, matrices sharded
     specs = fs.match_specs(params, rules)
@@ -58,9 +58,9 @@ def main(steps: int = 300, backend: str = "inductor") -> list[float]:
     step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, backend=backend)
     state, losses = step.init(params), []
     for number in range(steps):
-        state, metrics = step(state, *batch(64, generator))
+        state, metrics = step(state, *(part.chunk(mesh.size)[mesh.rank] for part in batch(64, generator)))
         losses.append(metrics.numbers()["loss"])
-        if number % 50 == 0 or number == steps - 1:
+        if mesh.rank == 0 and (number % 50 == 0 or number == steps - 1):
             print(f"step {number}: loss {losses[-1]:.3f}")
     return losses
 

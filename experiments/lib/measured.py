@@ -94,6 +94,8 @@ def read_measurements(folder: Path) -> MeasuredRun | None:
         return None
     machine = {name: facts.get(name) for name in ("device", "gpu", "gpu_memory_bytes", "cores")}
     machine["ranks_of_host"] = facts.get("ranks", 1) / max(1, len(facts.get("hosts", ())))
+    # Seconds are predicted for the hardware as it is, under "", and with each constant that `vary` changes,
+    # under its name.
     step = Observation(prediction["predicted_s"], float(prediction["measured_s"]))
     if not step.predicted[""] > 0:
         raise ValueError("nothing was predicted")
@@ -161,9 +163,10 @@ class Tracer:
     """A tracer of `steps` steps of this process. All ranks trace, so that one sees which rank is waited for.
 
     Args:
-        lowered: the step on paper.
-        hardware: the hardware that its prediction is for.
-        base: the hardware that `run.json` predicts with.
+        lowered: the lowered step, which has not run.
+        hardware: the hardware of the timeline beside the trace: `hardware=` of the run if it names one, else
+            `base`.
+        base: the hardware of this machine, which `run.json` predicts with.
         folder: the folder of the run.
     """
 
@@ -181,7 +184,10 @@ class Tracer:
 
     @contextmanager
     def on(self, here: int) -> Iterator[None]:
-        """Trace the `here`th step of this process in the block, if it is to be traced."""
+        """Trace the `here`th step of this process in the block, if it is to be traced.
+
+        The trace opens at step `FIRST` and stays open until `write`.
+        """
         if here == FIRST:
             self._open.enter_context(fs.profile.traced(self.step, self._trace))
         yield

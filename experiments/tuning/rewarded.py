@@ -1,4 +1,5 @@
-"""Learning from rewards: the leaves that train answer prompts, and their answers make a step's batch."""
+"""Learning from rewards: the model that is trained answers prompts, and its rewarded answers are the batch of
+a step."""
 
 from __future__ import annotations
 
@@ -216,6 +217,10 @@ class RewardedBatches:
 
         `objective.updates` steps learn from the same answers. A run that was stopped between two of these
         steps draws new answers for the remaining ones, from the leaves of its checkpoint.
+
+        Args:
+            numbers: this rank's prompts, by their numbers in `data.train`. The loader gives all
+                `objective.updates` steps the same ones.
         """
         updates, step = self.prompts.config.objective.updates, int(state.step)
         first = step - step % updates

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from experiments.compare.outcome import Outcome
@@ -48,7 +49,11 @@ def chart_speed(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def chart_memory(totals: Mapping[str, Any]) -> dict[str, Any]:
-    """Return bars of the memory that was predicted for a rank, and of what was measured."""
+    """Return bars of the memory that was predicted for a rank, and of what was measured.
+
+    Args:
+        totals: the `totals` of `run.json`.
+    """
     return make_bars({text: totals[name] for name, text in MEMORY.items() if name in totals})
 
 
@@ -58,8 +63,8 @@ def chart_peak(peak: Mapping[str, int]) -> dict[str, Any]:
     return make_bars(dict(sorted(sizes.items(), key=lambda item: -item[1])))
 
 
-def label_runs(outcomes: Sequence[Outcome]) -> dict[Any, str]:
-    """Return a name for each run that tells it from the others."""
+def label_runs(outcomes: Sequence[Outcome]) -> dict[Path, str]:
+    """Return a name for each run, by its folder, that tells it from the others."""
     return {folder: name or folder.name for folder, name in name_runs(outcomes).items()}
 
 
