@@ -54,7 +54,8 @@ def batch(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 def main(steps: int = 300, backend: str = "inductor") -> list[float]:
     """Train, print the loss now and then, and return it for every step."""
-    generator, mesh = torch.Generator().manual_seed(0), fs.make_mesh(shard=-1)
+    mesh = fs.make_mesh(shard=-1)
+    generator = torch.Generator().manual_seed(0)  # all ranks draw the same rows, each takes its share
     with fs.deferred():  # allocates nothing; step.init does what the constructor would have done
         model = ViT()
     apply, params = fs.make_functional(model)
@@ -67,9 +68,9 @@ def main(steps: int = 300, backend: str = "inductor") -> list[float]:
     step = fs.shard_step(loss_fn, specs, mesh=mesh, **options)
     state, losses = step.init(model, seed=0), []
     for number in range(steps):
-        state, metrics = step(state, *batch(32, generator))
+        state, metrics = step(state, *(part.chunk(mesh.size)[mesh.rank] for part in batch(32, generator)))
         losses.append(metrics.numbers()["loss"])
-        if number % 50 == 0 or number == steps - 1:
+        if mesh.rank == 0 and (number % 50 == 0 or number == steps - 1):
             print(f"step {number}: loss {losses[-1]:.3f}")
     return losses
 

@@ -174,7 +174,7 @@ def _write_shards(
 def _keep_intact(folder: Path) -> dict[str, list[int]]:
     """Return the digests of the files that an earlier process has written in a folder.
 
-    Files that are not as it wrote them are deleted.
+    Files that are not as it wrote them are deleted. The record of them stays, for a process after this one.
     """
     try:
         known = read_record(folder / WRITTEN, need_checksum=True) or {}
@@ -184,7 +184,8 @@ def _keep_intact(folder: Path) -> dict[str, list[int]]:
         name: each for name, each in known.items() if not differences(folder, {name: each}, read_all=True)
     }
     for path in folder.rglob("*"):
-        if path.is_file() and path.relative_to(folder).as_posix() not in kept:
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != WRITTEN and name not in kept:
             path.unlink()
     return kept
 
