@@ -1,10 +1,11 @@
 """A step's CUDA kernels, compiled where there is no GPU: `python tests/cuda_kernels.py FOLDER`, by hand.
 
-Triton keeps binaries by content: the kernel's text, its settings, the kind of GPU, and Triton itself. A
-machine with the same PyTorch and Triton for the same Python finds them if TRITON_CACHE_DIR is `KERNELS` and
-holds a copy of FOLDER: Triton writes absolute paths into its cache. What differs is compiled there as ever.
-The kernels are those of `full_shard` with AdamW, at the three sizes at which
-`python -m experiments.bench case=gpu` tries and races it; its other steps are compiled there.
+Triton keeps binaries by content: the kernel's text, its settings, the kind of GPU, and Triton itself. Copy
+FOLDER to `KERNELS` on a machine with the same Python, PyTorch and Triton, and set TRITON_CACHE_DIR to it, as
+`experiments/bench/bare.sh` does: Triton writes absolute paths into its cache. The kernels are those of
+`full_shard` with AdamW at three sizes that `python -m experiments.bench case=gpu` runs: a small one, and the
+races of 2 and of 8 rows. All others are compiled on that machine.
+
 Needs Triton, and takes minutes on one core.
 """
 
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-if __name__ == "__main__":  # before Triton is imported; pytest has these folders on the path by itself
+if __name__ == "__main__":  # before imports, and before Triton reads its settings
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent / "support")]
     os.environ |= {"TRITON_CACHE_DIR": "/tmp/fnshard-kernels", "TRITON_STORE_BINARY_ONLY": "1"}
 
@@ -54,7 +55,7 @@ def lower_on_paper(config: BenchConfig) -> Schedule:
 
 
 def compile_kernels(code: str) -> Iterator[Any]:
-    """Compile the Triton kernels of a module that Inductor wrote, each in all its configurations."""
+    """Compile and yield the Triton kernels of a module that Inductor wrote, in all their configurations."""
     from torch._inductor.async_compile import AsyncCompile, _load_triton_kernel_from_source
 
     kernels: list[Any] = []
@@ -65,11 +66,12 @@ def compile_kernels(code: str) -> Iterator[Any]:
     with mock.patch.object(AsyncCompile, "triton", collect):
         exec(code, {"__name__": "written"})
     for kernel in kernels:
-        kernel.precompile(warm_cache_only=True)
+        kernel.precompile(warm_cache_only=True)  # without loading it, which takes a GPU
         yield kernel
 
 
 def main(folder: Path) -> None:
+    shutil.rmtree(KERNELS, ignore_errors=True)  # kernels of other versions
     began, count = time.monotonic(), 0
     for size in SIZES:
         config = BenchConfig(case="gpu", device="cuda", **{**CUDA, **size})

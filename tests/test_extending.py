@@ -85,7 +85,7 @@ def gathers_first(schedule: Any) -> Any:
 class NarrowAllReduce(OfBucket):
     """An instruction: blocks of gradients are summed over `over` as fp32, whatever they are."""
 
-    lane, trips = COMMUNICATION, 2
+    lane, trips = COMMUNICATION, 2  # a sum sends everything twice, as rings do
 
     over: tuple[str, ...] = ()
 
@@ -144,7 +144,7 @@ def relu_as_clamp(graph: torch.fx.Graph) -> int:
 
 
 def train_ranks(make: Callable[[fs.Mesh], Any], steps: int = 3, **axes: int) -> list[float]:
-    """Return the losses of two ranks' steps, or of more."""
+    """Train on simulated ranks, and return their losses, which are equal on all."""
     mesh = fs.make_mesh(**axes or {"shard": 2}, simulated=True)
     step = make(mesh)
 

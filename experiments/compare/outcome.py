@@ -71,7 +71,8 @@ def find_outcomes(places: Sequence[str]) -> tuple[list[Outcome], int]:
             empty.append(f"{place}: no run is in it")
     if typos or not folders:
         fix = "folders of runs or of sweeps, as outputs/2030-01-31/12-00-00, or multirun/*/*."
-        raise ConfigError(report("there is nothing to compare:", [*empty, *typos], fix))
+        what = "these places cannot be compared:" if typos else "there is nothing to compare:"
+        raise ConfigError(report(what, [*empty, *typos], fix))
     common = Path(os.path.commonpath([str(f.parent) for f in folders]))
     return [read_outcome(folder, str(folder.relative_to(common))) for folder in folders], len(empty)
 

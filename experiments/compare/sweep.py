@@ -28,7 +28,7 @@ def print_table(sweep: Path, metric: str | None = None) -> int:
         print(
             f"hydra.callbacks.table.metric={metric}: no run has it; sorted by {ranking.metric}.", flush=True
         )
-    return ranking.failed
+    return ranking.not_finished
 
 
 class SweepTable(Callback):

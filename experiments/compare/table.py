@@ -68,7 +68,7 @@ class Ranking:
         return sorted({each.goal.unit for each in self.outcomes if self.metric in names and each.numbers})
 
     @property
-    def failed(self) -> int:
+    def not_finished(self) -> int:
         return sum(outcome.status != OK for outcome in self.outcomes)
 
 
@@ -340,8 +340,8 @@ def write_comparison(
     if draw(ranking, picture):
         written.append(picture.name)
     lines = [table, *_explain_star(ranking)]
-    if ranking.failed:
-        lines.append(f"{ranking.failed} of {len(outcomes)} not finished")
+    if ranking.not_finished:
+        lines.append(f"{ranking.not_finished} of {len(outcomes)} not finished")
     return "\n".join([*lines, f"written: {', '.join(written)}"]), ranking
 
 

@@ -57,7 +57,7 @@ def test_every_kind_of_run_is_read(tmp_path):
         ("11", "failed", (), "KeyError: 3"),
     ]
     assert outcomes[0].numbers == {"held_out_loss": 2.5, "loss": 2.0}
-    assert outcomes[1].numbers == {"held_out_loss": 9.0, "loss": pytest.approx(4.75)}
+    assert outcomes[1].numbers == {"held_out_loss": 9.0, "loss": pytest.approx(4.75)}  # by `leave_run`
 
 
 def test_runs_are_found_below_and_by_globs(tmp_path, monkeypatch):
@@ -74,18 +74,24 @@ def test_runs_are_found_below_and_by_globs(tmp_path, monkeypatch):
     assert [o.name for o in find_outcomes(["multi/*"])[0]] == ["0", "1"]
 
 
-def test_places_without_runs_are_passed_over_and_typos_named_together(tmp_path, capsys, monkeypatch):
+def test_a_missing_place_ends_the_command_and_one_without_runs_does_not(tmp_path, capsys, monkeypatch):
     leave_run(tmp_path / "0")
     (tmp_path / "empty").mkdir()
     (tmp_path / "note.txt").touch()
     monkeypatch.chdir(tmp_path)
-    for places in (["0", "empty", "typo", "*/lost"], ["empty"]):
-        with pytest.raises(SystemExit, match=r"^2$"):
-            compare(places)
-        text = capsys.readouterr().err
-        assert text.startswith("error: there is nothing to compare:") and "Traceback" not in text
-        assert "empty: no run is in it" in text
-        assert ("typo: no such folder" in text and "*/lost: no such folder" in text) == (len(places) > 1)
+
+    # One mistyped place is enough: "0" holds a run.
+    with pytest.raises(SystemExit, match=r"^2$"):
+        compare(["0", "empty", "typo", "*/lost"])
+    text = capsys.readouterr().err
+    assert text.startswith("error: ") and "Traceback" not in text and "nothing to compare" not in text
+    assert all(f"{place}: no such folder" in text for place in ("typo", "*/lost"))
+
+    with pytest.raises(SystemExit, match=r"^2$"):
+        compare(["empty"])
+    text = capsys.readouterr().err
+    assert text.startswith("error: there is nothing to compare") and "empty: no run is in it" in text
+
     compare(["0", "empty", "note.txt"])
     assert "passed over: 2 of 3 places hold no run" in capsys.readouterr().out
 
@@ -123,7 +129,7 @@ def test_the_table_is_sorted_and_the_best_is_marked():
         ["3", "a=4", "unfinished", "1.000", "-", "-", "-"],
         ["1", "a=2", "failed", "-", "-", "-", "rank 1 of 2 failed: ValueError: no"],
     ]
-    assert ranking.failed == 2
+    assert ranking.not_finished == 2
     alike = [outcome(str(n), OK, bigram=2.4, loss=n, predicted_peak_bytes=2e6, seconds=1) for n in range(2)]
     more = [*alike, replace(alike[0], name="x", numbers={"measured_peak_bytes": 1.5e9})]
     assert [line.split() for line in as_text(rank_outcomes(more, "seconds")).splitlines()] == [
@@ -181,7 +187,7 @@ def test_what_runs_are_after_decides_the_order_the_star_and_the_picture(tmp_path
         kept = []
         save = Figure.savefig
         patch.setattr(Figure, "savefig", lambda self, *a, **k: (kept.append(self), save(self, *a, **k)))
-        text, ranking = write_comparison(rows, None, tmp_path, "s", "s.txt")
+        text, ranking = write_comparison(rows, None, tmp_path, stem="s", table_name="s.txt")
     assert (None if ranking.best is None else ranking.best.name) == best and said in text
     assert goals[0].held_out in text.splitlines()[0] and text.count("*") == (2 if best else 0)
     assert "held_out_accuracy" in text

@@ -95,12 +95,11 @@ def test_files_are_found_once_split_by_name_and_named_without_the_machine(texts)
     assert "sub/01.md" in {s.name for s in all_of_them} and not any("csv" in s.name for s in all_of_them)
     globbed = find_text([str(texts / "**" / "*.md"), str(texts / "sub"), str(texts / "lines0.jsonl")])
     assert "01.md" in {s.name for s in globbed} and len({s.path for s in globbed}) == len(globbed)
-    assert len(find_text(None)) > 100
+    assert len(find_text(None)) > 100  # the standard library's
     named = split_files(all_of_them, 50, ("lines*.jsonl", "endless.txt"))["held_out"]
     assert {s.name for s in named} == {"endless.txt", *(f"lines{n}.jsonl" for n in range(6))}
 
 
-@pytest.mark.long  # the test of a run that is cut off writes shards, too
 def test_a_job_that_was_cut_off_goes_on_and_what_is_written_is_kept(texts, tmp_path, monkeypatch):
     save, room = job._save_array, []
 
@@ -166,7 +165,7 @@ def test_a_job_that_was_killed_while_it_wrote_its_record_goes_on(texts, tmp_path
     assert {path.name for path in out.iterdir()} == {*job.SIDES, job.COMMAND_FILE, "tokenizer"}
 
 
-def test_processes_that_open_new_arrays_at_once_find_one_header(tmp_path, monkeypatch):
+def test_two_that_open_new_arrays_at_once_find_one_header(tmp_path, monkeypatch):
     np.save(tmp_path / "0.npy", np.arange(1000, dtype=np.uint16))
     write, found = shards_module.write_record, []
 
@@ -281,20 +280,21 @@ def prepare_on(shard_folder: Path, *more: str):
     return train.prepare(fit_to_machine(compose(*SMALL, *overrides), accelerators={}))
 
 
-def test_a_run_on_shards_and_one_that_is_cut_off(shard_folder, tmp_path, capsys):
-    whole, cut_off = tmp_path / "whole", tmp_path / "cut"
+def test_a_run_on_shards_and_one_from_its_checkpoint_have_one_curve(shard_folder, tmp_path, capsys):
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     run_training(prepare_on(shard_folder), RunFolder(str(whole)), [], Stop())
     said = capsys.readouterr().out
     assert "held-out loss, nats per byte: model" in said and "trigram" in said
     assert (whole / "sample.txt").read_text().startswith("def ") and (whole / "loss.png").exists()
 
     half = str(whole / "checkpoints" / "2")
-    run_training(prepare_on(shard_folder), RunFolder(str(cut_off), source=half), [], Stop())
+    run_training(prepare_on(shard_folder), RunFolder(str(resumed), source=half), [], Stop())
     assert "resume: step 2 of" in capsys.readouterr().out
     curves = [
         [{k: row[k] for k in ("step", "loss", "held_out_loss") if k in row} for row in rows_of(f)]
-        for f in (whole, cut_off)
+        for f in (whole, resumed)
     ]
+    # Four steps and two held-out losses; rows of the first two steps are copied from the source.
     assert curves[0] == curves[1] and len(curves[0]) == 6
 
 
@@ -332,7 +332,8 @@ def test_tables_are_those_of_the_bytes(shard_folder):
     held = stream_of(reading.held_out_stream)
     batches = list(reading.held_out(fs.make_mesh(shard=1, device="cpu"), 4))
     inputs, targets = (torch.cat(each) for each in zip(*batches, strict=True))
-    assert reading.starts[0] == 2 and torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert reading.starts[0] == 2  # a trigram reads two bytes before its target
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert targets[-1].tolist() == held[int(reading.starts[-1]) + 1 :][:32].tolist()
     as_bytes = lambda ids: torch.from_numpy(np.where(ids < 256, ids, 0).astype(np.uint8))  # noqa: E731
     at = (reading.starts[:, None] + torch.arange(1, 33)).flatten()

@@ -23,7 +23,7 @@ from experiments.lib.record import RUN as RUN_FILE
 from experiments.lib.watchdog import DivergedError, fault_of, is_finite
 from fnshard.launcher.rank import Stop
 
-pytestmark = pytest.mark.usefixtures("lowered_once")
+pytestmark = pytest.mark.usefixtures("lowered_once")  # equal runs share one lowering, and draw nothing
 
 
 def record_of(folder: Path) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def losses_in(folder: Path) -> list[float]:
 
 def test_a_run_records_what_it_is_and_what_it_took(tmp_path: Path, capfd: Any) -> None:
     """Stopped after step 5 and resumed: two processes, one run."""
-    train.train(config_of(), run_in(tmp_path), ["run.steps=13"], After(4))
+    train.train(config_of(), run_in(tmp_path), ["run.steps=13"], After(4))  # all ranks know after step 5
     stopped = record_of(tmp_path)
     assert stopped["status"] == "stopped" and stopped["totals"]["steps"] == 5
     train.train(config_of(), run_in(tmp_path), ["run.steps=13"], Stop())
@@ -106,11 +106,8 @@ def test_a_record_continues_that_of_a_killed_process(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ NaN
 
 
-FAR = ("optimizer.lr=1e30", "optimizer.clip=null", "schedule=constant")
-
-
 def rates(monkeypatch: pytest.MonkeyPatch, at: int, bad: float) -> None:
-    """Let the rate be `bad` from step `at` on; the first is 1."""
+    """Let the rate be `bad` from step `at` on. Steps count from 1."""
     good, bad = torch.tensor([1e-3, bad], dtype=torch.float64)
     monkeypatch.setattr(task, "make_rate", lambda *_: lambda step: torch.where(step + 1 >= at, bad, good))
 
@@ -158,6 +155,9 @@ def test_stop_only_ends_and_off_goes_on(tmp_path: Path, monkeypatch: Any, capfd:
     assert len(losses_in(tmp_path / "off")) == 5
 
 
+FAR = ("optimizer.lr=1e30", "optimizer.clip=null", "schedule=constant")
+
+
 def diverges(rank: int, folder: str) -> tuple[str, list[int]]:
     """Return the message that ends the run on this rank, and the steps of checkpoints."""
     config = compose(*RUN, *FAR, "mesh.shard=2", "run.save_every=1")
@@ -201,7 +201,7 @@ def test_a_state_is_finite_or_not(bad: float, of: str) -> None:
 
 
 @pytest.mark.long  # the test below traces, too
-def test_profile_traces_steps_after_the_first(tmp_path: Path, capfd: Any) -> None:
+def test_profile_traces_steps_from_the_third_on(tmp_path: Path, capfd: Any) -> None:
     config = config_of("run.profile=2", "run.steps=5", "run.save_every=0", "run.seed=5")
     train.train(config, run_in(tmp_path), [], Stop())
     events = json.loads((tmp_path / "profile" / "trace.json").read_text())["traceEvents"]
@@ -219,4 +219,5 @@ def test_profile_traces_steps_after_the_first(tmp_path: Path, capfd: Any) -> Non
 def test_a_run_too_short_for_its_profile_traces_what_there_is(tmp_path: Path, capfd: Any) -> None:
     config = config_of("run.profile=9", "run.steps=5", "run.save_every=0", "run.seed=5")
     train.train(config, run_in(tmp_path), [], Stop())
+    # Steps 3 to 5: step 1 compiles, and memory is measured in step 2.
     assert "steps traced: 3" in capfd.readouterr().err

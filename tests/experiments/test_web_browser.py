@@ -44,7 +44,7 @@ def folder(tmp_path_factory) -> Iterator[Path]:
     leave_run(folder / "outputs" / "before", "run.seed=1", held_out_loss=2.5, loss=4.6)
     yield folder
     runs = Runs(folder)
-    for view in runs.views():  # of a test that failed
+    for view in runs.views():  # left at work by a test that failed
         if view.is_at_work:
             runs.stop(view)
 
@@ -185,9 +185,9 @@ def test_runs_are_compared_and_settings_are_used_again(page):
     playwright.expect(page.locator(".command", has_text="experiments.compare")).to_be_visible()
 
 
-def test_only_the_address_that_was_printed_is_answered_and_only_once(folder, address):
+def test_other_paths_are_not_found_and_a_folder_has_one_page(folder, address):
     parts = urlsplit(address)
-    for path in ("/", "/x/", parts.path[:-2] + "/"):
+    for path in ("/", "/x/", parts.path[:-2] + "/"):  # the last one lacks a letter of the token
         with pytest.raises(HTTPError, match="404"):
             urlopen(f"http://{parts.netloc}{path}")
     second = start_page(folder)

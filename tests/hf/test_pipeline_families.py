@@ -38,7 +38,7 @@ AXES = {"pipeline": 2, "shard": 2}
     ],
 )  # fmt: skip
 def test_a_family_trains_on_two_stages_as_on_one_device(name: str, preset: str) -> None:
-    """No rule names a chunk: units in the order of the module, and tied tables on both stages."""
+    """No rule says which stage has a leaf: units are cut in the module's order, tied tables on both."""
     family = families.FAMILIES[name]
     model = families.model_of(family.build())
     expected = reference.train(

@@ -38,7 +38,7 @@ def families(name: str) -> Mapping[str, Family]:
 def follow_whole_leaves(name: str, compiled: CompiledUpdates | None) -> None:
     """Compare the executor's updates in place, on one rank, with `apply_updates` on whole leaves.
 
-    The leaves have every shape. The steps have a scale, but for one.
+    The leaves have every shape. Gradients are multiplied by a scale, but for one step.
     """
     optimizer, params = ALL[name], random_tree(0)
     expected, slots = copy(params), init_slots(optimizer, params)
@@ -50,7 +50,7 @@ def follow_whole_leaves(name: str, compiled: CompiledUpdates | None) -> None:
         step = make_step(count, grads)
         expected, state = apply_updates(optimizer, grads, state, expected, step, scale)
         norm = step.norm if scale is None else step.norm * scale
-        # By path of each leaf that its own graph updates: the values for later stretches, which are none.
+        # An update that other ranks interrupt hands values on to its next part. On one rank there are none.
         assert update(grads, slots, params, {}, StepControl(step=Step(step.count, norm), scale=scale)) == {
             path: {} for path, family in families(name).items() if _is_updated_by_its_graph(family, compiled)
         }
@@ -78,7 +78,7 @@ def test_blocks_are_updated_in_place_as_whole_leaves_are(name: str) -> None:
 
 
 @pytest.mark.suite({
-    "adamw": "two, and a step",
+    "adamw": "two slots, and the step's count",
     "adamw_rules": "settings by leaf",
     "two_clips_two_emas": "what stands around",
     "muon": "whole matrices",
@@ -95,7 +95,7 @@ def test_adamw_and_sgd_run_as_fused_operators_whatever_transforms_surround_them(
 
 
 @pytest.mark.parametrize("name", ["lion", "adafactor", "two_bodies"])
-def test_what_is_no_fused_operator_is_run_by_its_graph(name: str) -> None:
+def test_other_updates_are_no_fused_operators(name: str) -> None:
     assert families(name) and not any(map(find_fused, families(name).values()))
 
 
@@ -182,8 +182,8 @@ def train_layers(
 def test_equal_units_share_a_kernel() -> None:
     """Three layers, one kernel; leaves of another size or with other settings would take another."""
     _, _, step = train_layers({}, "compiled", steps=2)
-    (forms,) = step._runner._compiled.kernels
-    assert len(forms) == 2
+    (leaves,) = step._runner._compiled.kernels  # by the leaves of a unit: w and b
+    assert len(leaves) == 2
 
 
 @pytest.mark.parametrize("update", ["eager", pytest.param("compiled", marks=pytest.mark.long)])
@@ -215,7 +215,7 @@ def on_paper(update: str, device: str = "cpu", **options: Any) -> Any:
 
 
 def test_auto_compiles_on_accelerators() -> None:
-    """They do so only together with Inductor."""
+    """An accelerator compiles updates only if the backend is Inductor."""
     chosen = [
         on_paper("auto", device, backend=backend)._is_update_compiled
         for device in ("cpu", "cuda")

@@ -142,6 +142,7 @@ def test_a_step_that_fails_half_way_leaves_no_state_that_looks_whole():
 
 
 def test_a_mean_may_say_how_many_items_it_counts_at_most():
+    """Gradients are divided by that before they are summed, which fp16 needs; the result is the same."""
     params = {"w": torch.ones(4, dtype=torch.float16)}
     mean = lambda p, x, bound: fs.Mean((p["w"] * x).float().sum(), torch.tensor(8), bound)  # noqa: E731
     for bound in (8.0, 1024.0):
@@ -200,8 +201,8 @@ def _counted(p, x):
     [{}, {"accumulate": 2}, {"accumulate": 2, "accumulate_mode": "local"},
      {"accumulate": 2, "micro_order": "breadth"}],
 )  # fmt: skip
-def test_a_count_is_summed_before_the_backward(how):
-    """It is known after the forward: updates stay in the backward, and gradients live for a moment."""
+def test_the_sum_of_counts_leaves_before_the_last_backward_and_arrives_before_the_updates(how):
+    """Counts are known after the forward. Updates divide by their sum, and yet run in the backward."""
     accumulate = how.get("accumulate", 1)
     mean = lambda p, x: run_chain(p, x).mean()  # noqa: E731
     plain, counted = (list(lower(f, chain(6), rows(), **how).schedule.instructions) for f in (mean, _counted))
@@ -225,7 +226,8 @@ def test_a_count_is_summed_before_the_backward(how):
 
 
 def test_a_group_of_one_casts_once_where_leaves_are_kept():
-    """reshard=False keeps the copies; else the last unit alone is spared, as with gathers."""
+    """reshard=False keeps the copies. Else a backward casts again, but for the last unit, whose copy is still
+    there, and the first, which reads none."""
     params = {p: v.float() for p, v in chain(4).items()}
     for world, verb in ((1, "cast"), (2, "gather")):
         kept, freed = (

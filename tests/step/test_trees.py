@@ -20,6 +20,11 @@ import fnshard as fs
 from fnshard import LayoutSpec, SpecError, StateError, TraceError
 
 X = torch.linspace(1, 2, 4, dtype=torch.float64)
+ROWS = torch.linspace(-1, 1, 16).reshape(4, 4)
+
+
+def same(left: Any, right: Any) -> None:
+    torch.testing.assert_close(left, right, atol=1e-10, rtol=0)
 
 
 def params() -> dict[str, Tensor]:
@@ -89,13 +94,13 @@ def test_records_are_parameters_batches_aux_and_arguments_of_torch_func(make_tre
         rows = p.z * b.z + p.a
         return (rows * b.a).square().sum(), make_tree(rows.sum(), {"rows": rows})
 
-    kind = type(batch)
+    record = type(batch)
     assert list(fs.tree.flatten_with_paths(batch)[0]) == ["z", "a"]
     step = make(fn, tree, optimizer=fs.optim.sgd(0.1))
     state, metrics = step(step.init(tree), batch)
     grads, expected = torch.func.grad_and_value(lambda p: fn(p, batch)[0])(tree)
     torch.testing.assert_close(metrics["loss"].double(), expected, atol=0, rtol=1e-6)
-    assert type(state.params) is type(metrics["aux"]) is type(grads) is kind
+    assert type(state.params) is type(metrics["aux"]) is type(grads) is record
     same(metrics["aux"].a["rows"], fn(tree, batch)[1].a["rows"])
     same((state.params.z, state.params.a), (tree.z - 0.1 * grads.z, tree.a - 0.1 * grads.a))
 
@@ -111,7 +116,7 @@ class Linear:
     name: str = "linear"
 
 
-def kind(w: Tensor, b: Tensor) -> dict[str, tuple[Any, list[str]]]:
+def trees_of_two(w: Tensor, b: Tensor) -> dict[str, tuple[Any, list[str]]]:
     """Return trees of two leaves, and their paths."""
     return {
         "static fields": (
@@ -131,9 +136,10 @@ def kind_loss(p: Any, x: Tensor) -> Tensor:
     return h.square().mean()
 
 
-@pytest.mark.parametrize("name", kind(X, X))
+@pytest.mark.parametrize("name", trees_of_two(X, X))
 def test_every_kind_of_tree_is_trained_moved_saved_and_named(name: str, tmp_path: Any) -> None:
-    tree, paths = kind(*torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0)).double())[name]
+    draw = torch.Generator().manual_seed(0)
+    tree, paths = trees_of_two(*torch.randn(2, 4, 4, generator=draw).double())[name]
     leaves, form = fs.tree.flatten(tree)
     grads = torch.func.grad(lambda p: kind_loss(p, ROWS.double()))(leaves)
     expected = [w - 0.1 * g for w, g in zip(leaves, grads, strict=True)]
@@ -200,7 +206,8 @@ def test_dicts_keep_their_order_here_and_nowhere_else() -> None:
 def test_constants_in_aux_come_back() -> None:
     constants = {"n": 3, "name": "a", "none": None, "dtype": torch.float32, "numpy": np.float32(2)}
     step = make(lambda p, x: ((p["w"] * x).sum(), constants))
-    assert step(params(), X)[0][1] == constants
+    (_, aux), _ = step(params(), X)
+    assert aux == constants
 
 
 # ------------------------------------------------------------------ constants and functions in params
@@ -219,17 +226,10 @@ def layered_loss(p: Any, x: Tensor) -> Tensor:
     return h.square().mean()
 
 
-ROWS = torch.linspace(-1, 1, 16).reshape(4, 4)
-
-
 def by_autograd(tree: Any) -> tuple[Tensor, Tensor, Tensor]:
     leaves = [tree["w"].clone().requires_grad_(), tree["layers"][0]["w"].clone().requires_grad_()]
     loss = layered_loss({**tree, "w": leaves[0], "layers": [{**tree["layers"][0], "w": leaves[1]}]}, ROWS)
     return loss.detach(), *torch.autograd.grad(loss, leaves)
-
-
-def same(left: Any, right: Any) -> None:
-    torch.testing.assert_close(left, right, atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("lowered", [False, True])
