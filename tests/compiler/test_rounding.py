@@ -190,3 +190,18 @@ def test_nothing_is_rounded_where_nothing_decides() -> None:
     text = kernels_of(beside, params, torch.ones(8, 4))
     lines = [line for line in text.splitlines() if "fnshard.rounded" in line]
     assert {line.split("rounded.default(")[1].split(")")[0] for line in lines} == {"mm", "cos"}
+
+
+@pytest.mark.timeout(60)
+def test_a_value_whose_parts_are_moved_many_times_is_followed_once() -> None:
+    """Each turn has two ways for a number to go, so that 60 turns have 2**60."""
+
+    def fn(p: dict[str, Tensor], x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        y = (p["w"] * x).bfloat16()
+        for _ in range(60):
+            y = torch.cat([y[:, 1:], y[:, :1]], 1)
+        return y.float().square().sum(), {"y": y.float()}
+
+    draw = torch.Generator().manual_seed(0)
+    w, x = (torch.randn(4, 8, generator=draw) for _ in range(2))
+    check(fn, {"w": w}, x, "eager")

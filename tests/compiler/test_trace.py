@@ -134,12 +134,58 @@ def autocast_nested(p, x):
 
 
 @right
+def autocast_around_a_transform_of_a_float_island(p, x):
+    def wide(z: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return torch.tanh(z @ p["layers.0.w"]).square().sum()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        slope = torch.func.grad(wide)(x)
+    return slope.square().sum() + run_chain(p, x).sum()
+
+
+@right
+def autocast_around_a_transform(p, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        slope = torch.func.grad(lambda z: torch.tanh(z @ p["layers.0.w"]).square().sum())(x)
+    return slope.square().sum() + run_chain(p, x).sum()
+
+
+@right
 def autocast_begins_with_dropout_that_drops_nothing(p, x):
     y = run_chain(p, x)
     z = y @ y.T  # outside, in the dtype of its operands
     with torch.autocast("cpu", dtype=torch.bfloat16):
         z = F.dropout(z, 0.5, training=False)
     return z.sin().sum()
+
+
+@right
+def bincount_of_half_weights(p, x):
+    """torch sums them in fp64: 4096 halves are 2048, and 128 in bf16."""
+    weights = torch.full((4096,), 0.5, dtype=torch.bfloat16)
+    counts = torch.bincount(torch.zeros(4096, dtype=torch.int64), weights, minlength=2)
+    return run_chain(p, x).sum() * counts[0] / 1000
+
+
+@right
+def a_mask_of_a_deep_net(p, x):
+    z = x
+    for _ in range(300):
+        z = torch.tanh(z * 1.01)
+    mask = z @ z.T  # a bias of pairs
+    return F.scaled_dot_product_attention(run_chain(p, x), x, x, attn_mask=mask).sum()
+
+
+@right
+def a_hook_that_reads_a_deep_net(p, x):
+    h = run_chain(p, x)
+    z = h
+    for _ in range(300):
+        z = torch.tanh(z * 1.01)
+    scale = z.detach().mean()
+    h.register_hook(lambda g: g * scale)
+    return h.sum() + z.sum()
 
 
 @right

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fnshard.compiler.frontend.transforms import is_of_a_level
+from fnshard.compiler.frontend.transforms import AUTOCAST_DEVICES, is_of_a_level
 from fnshard.compiler.ir.containers import Contents, TensorSnapshot, is_plain, one_run
 from fnshard.compiler.ir.guard import CACHE, Reachable, find_written
 from fnshard.errors import StateError, TraceError
@@ -21,7 +21,6 @@ from fnshard.errors import StateError, TraceError
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # else torch refuses cuBLAS in a deterministic run
 CLOSURE_LIMIT_BYTES = 1 << 20  # the largest tensor that `fn` may close over
 LOCK = threading.RLock()  # the tracer patches torch's globals: one trace at a time
-_AUTOCAST_DEVICES = [d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d)]
 
 
 def check_autocast() -> None:
@@ -30,7 +29,7 @@ def check_autocast() -> None:
     Raises:
         TraceError: autocast is on.
     """
-    on = [d for d in _AUTOCAST_DEVICES if torch.is_autocast_enabled(d)]
+    on = [d for d in AUTOCAST_DEVICES if torch.is_autocast_enabled(d)]
     if on:
         raise TraceError(
             f"torch.autocast({on[0]!r}) is on around a step, whose kernels have dtypes of their own.",

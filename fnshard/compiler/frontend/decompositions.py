@@ -264,7 +264,7 @@ def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) 
     index = input.long()
     if weights is None:
         weights = torch.ones_like(index)
-    elif not weights.is_floating_point():
+    elif weights.dtype != torch.float32:  # torch sums all others in fp64
         weights = weights.double()
     # The greatest of no numbers is an error; a length that depends on data is not known to be 0.
     if isinstance(index.numel(), torch.SymInt) or index.numel():

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -40,6 +40,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fnshard import tree
 from fnshard.errors import TraceError
+
+AUTOCAST_DEVICES = [d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d)]
 
 Transform = Callable[..., Any]
 # (the original attribute, whether this is the tracing thread) -> the new attribute
@@ -205,11 +207,21 @@ class Differentiable:
         return run
 
 
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Switch autocast off for the block, on all devices for which it is on."""
+    with ExitStack() as stack:
+        for device in filter(torch.is_autocast_enabled, AUTOCAST_DEVICES):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
 def inline(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Trace `run(*args, **kwargs)` by itself, below autograd, and run its ops in the caller's trace."""
     graph, inputs, (values, structure) = _capture(run, args, kwargs)
-    # The graph may switch gradients off: the block restores the caller's mode.
-    with torch.set_grad_enabled(torch.is_grad_enabled()):
+    # The graph may switch gradients off: the block restores the caller's mode. It has the casts of autocast
+    # already, which would be made again, and where `run` has switched autocast off.
+    with torch.set_grad_enabled(torch.is_grad_enabled()), without_autocast():
         results = iter(fx.Interpreter(graph).run(*inputs))
     return tree.unflatten([next(results) if isinstance(v, Tensor) else v for v in values], structure)
 

@@ -69,25 +69,19 @@ def _classify_mask(mask: fx.Node, scores: tuple[int, ...]) -> str | None:
 
 def _evaluate_constant(mask: fx.Node) -> Tensor | None:
     """Return the mask's value if it depends on no input, else None."""
-    # Collect the nodes that the mask is made of, each after those that it reads.
-    order: list[fx.Node] = []
-    seen: set[fx.Node] = set()
-
-    def visit(node: fx.Node) -> bool:
-        if node in seen:
-            return True
-        seen.add(node)
-        if node.op != "call_function" or not all(visit(n) for n in node.all_input_nodes):
-            return False
-        order.append(node)
-        return True
-
-    if not visit(mask):
-        return None
+    # Collect the nodes that the mask is made of, and stop at the first input.
+    needed, to_visit = {mask}, [mask]
+    while to_visit:
+        node = to_visit.pop()
+        if node.op != "call_function":
+            return None
+        new = set(node.all_input_nodes) - needed
+        needed |= new
+        to_visit += new
 
     # Run them on the CPU, whatever device the program is traced for.
     env: dict[fx.Node, Any] = {}
-    for node in order:
+    for node in (node for node in mask.graph.nodes if node in needed):
         called = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         args, kwargs = map_leaves(called, torch.device, lambda _: CPU)
         env[node] = node.target(*args, **kwargs)

@@ -34,17 +34,20 @@ def _move_to_tensor(graph: fx.Graph, hook: fx.Node, copies: set[fx.Node]) -> fx.
     order = {node: i for i, node in enumerate(graph.nodes)}
     inputs = sum(node.op == "placeholder" for node in graph.nodes)
     position = max(order[hook.args[0]] + 1, inputs)
+
+    # Find what the hook needs of the nodes from there on.
+    needed, to_visit = {hook}, [hook]
+    while to_visit:
+        new = {n for n in to_visit.pop().all_input_nodes if order[n] >= position} - needed
+        needed |= new
+        to_visit += new
+
+    # Copy these in the graph's order, the hook as the last one.
     copy_of: dict[fx.Node, fx.Node] = {}
-
-    def copy(node: fx.Node) -> fx.Node:
-        if order[node] < position:
-            return node
-        if node not in copy_of:
-            copy_of[node] = graph.node_copy(node, copy)
-        return copy_of[node]
-
     with graph.inserting_before(list(graph.nodes)[position]):
-        moved = graph.node_copy(hook, copy)
+        for node in sorted(needed, key=order.__getitem__):
+            copy_of[node] = graph.node_copy(node, lambda n: copy_of.get(n, n))
+    moved = copy_of.pop(hook)
     copies.update(copy_of.values())
     graph.erase_node(hook)
     return moved

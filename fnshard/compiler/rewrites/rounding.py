@@ -23,7 +23,6 @@ import copy
 import math
 import operator
 import re
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, fx
@@ -89,7 +88,7 @@ def keep_rounding(graph: fx.Graph) -> None:
     for cast in list(graph.nodes):
         if not _is_narrowing(cast):
             continue
-        casts_back = list(dict.fromkeys(_find_later_casts(cast)))
+        casts_back = _find_later_casts(cast)
         has_one_reader = len(cast.users) == 1
         if casts_back:
             _insert_rounding(graph, cast, list(cast.users))
@@ -286,13 +285,21 @@ def _is_cast(node: fx.Node) -> bool:
     return before.is_floating_point() and after.is_floating_point() and before.dtype != after.dtype
 
 
-def _find_later_casts(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield later casts of a node's value to another float type, between which ops may have moved it."""
-    for user in node.users:
+def _find_later_casts(node: fx.Node) -> list[fx.Node]:
+    """Return later casts of a node's value to another float type, between which ops may have moved it."""
+    # Parts of a value may be moved apart and put together again many times, so each node is visited once.
+    casts: list[fx.Node] = []
+    seen, to_visit = {node}, list(reversed(node.users))
+    while to_visit:
+        user = to_visit.pop()
+        if user in seen:
+            continue
+        seen.add(user)
         if _is_cast(user):
-            yield user
+            casts.append(user)
         elif _is_move(user):
-            yield from _find_later_casts(user)
+            to_visit += reversed(user.users)
+    return casts
 
 
 def _is_move(node: fx.Node) -> bool:
