@@ -71,7 +71,9 @@ def compile_kernels(code: str) -> Iterator[Any]:
 
 
 def main(folder: Path) -> None:
-    shutil.rmtree(KERNELS, ignore_errors=True)  # kernels of other versions
+    if folder.exists() and any(folder.iterdir()):
+        sys.exit(f"{folder} is not empty, and kernels of other versions would be copied along: name a new one.")
+    shutil.rmtree(KERNELS, ignore_errors=True)
     began, count = time.monotonic(), 0
     for size in SIZES:
         config = BenchConfig(case="gpu", device="cuda", **{**CUDA, **size})

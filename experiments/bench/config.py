@@ -98,7 +98,8 @@ class BenchConfig:
         steps: the steps of one sample. On a GPU they are several, which are launched without a pause. In the
             case checkpoint, the steps that are timed with saves among them.
         warmup: the steps before the first sample, the first of which compiles.
-        seed: the seed of the model's parameters, and of the order in which contenders take turns.
+        seed: the seed of the model's parameters, of the batches, and of the order in which contenders take
+            turns.
         contenders: in the case peers, the names of what takes part.
         losses: in the case peers, the number of steps whose losses are compared with an fp64 reference; 0
             skips it.

@@ -57,7 +57,7 @@ def find_outcomes(places: Sequence[str]) -> tuple[list[Outcome], int]:
         The outcomes, and the number of folders that hold no run.
 
     Raises:
-        ConfigError: there is no such folder, or none of them holds a run.
+        ConfigError: one of the folders is not there, or none of them holds a run.
     """
     folders: dict[Path, None] = {}
     empty, typos = [], []
@@ -72,7 +72,7 @@ def find_outcomes(places: Sequence[str]) -> tuple[list[Outcome], int]:
     if typos or not folders:
         fix = "folders of runs or of sweeps, as outputs/2030-01-31/12-00-00, or multirun/*/*."
         what = "these places cannot be compared:" if typos else "there is nothing to compare:"
-        raise ConfigError(report(what, [*empty, *typos], fix))
+        raise ConfigError(report(what, typos or empty, fix))
     common = Path(os.path.commonpath([str(f.parent) for f in folders]))
     return [read_outcome(folder, str(folder.relative_to(common))) for folder in folders], len(empty)
 

@@ -42,7 +42,7 @@ def encode_conversation(
         options: other variables of the template, by name.
 
     Raises:
-        LineError: a message spells a control token, the template refuses the conversation or does not show
+        LineError: a message, tool or option spells a control token, the template refuses it or does not show
             all of it, or a rendering is not the beginning of the next one, so that it is unknown what a model
             would have been asked.
     """

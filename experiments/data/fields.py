@@ -549,9 +549,7 @@ def _refuse_fields(record: Record, kind: str) -> None:
     # A reward may read weights and labels, but no loss obeys them.
     if kind != "prompts":
         why = "says how much a record counts, which cannot be obeyed; leave records out, or repeat them"
-        wrong |= {
-            n: why for n in COUNTS if n in record and record[n] is not True and record[n] not in (1, [], "")
-        }
+        wrong |= dict.fromkeys(find_counts(record), why)
         why = "says whether one answer alone is wanted (KTO), which no objective here learns from"
         wrong |= {name: why for name in WANTED if isinstance(record.get(name), bool)}
     if kind == "pairs" and not _is_nothing(record.get(_find_name(NAMES["images"], record) or "")):
@@ -589,6 +587,11 @@ def _join_prompt(record: Record, name: str, prompt: Any, is_chat: bool, used: se
     if is_chat:
         return "\n".join(part for part in (prompt, more) if part)
     return "".join(f"{part}\n\n" for part in (prompt, more) if part)
+
+
+def find_counts(record: Record) -> list[str]:
+    """Return the fields of a record that say how much it counts, but for those that say 1."""
+    return [n for n in COUNTS if n in record and record[n] is not True and record[n] not in (1, [], "")]
 
 
 def _is_nothing(value: Any) -> bool:

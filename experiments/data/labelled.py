@@ -6,13 +6,14 @@ Here a sample's `learned` is 1 + the class of the text or word that ends at a to
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from experiments.data.chat import Sample
-from experiments.data.fields import Record
+from experiments.data.fields import COUNTS, Record, find_counts
 from experiments.data.tokenizer import DirectoryTokenizer
 from experiments.lib.files import LineError
 
@@ -22,6 +23,9 @@ WORDS = ("tokens", "words")
 TAGS = ("tags", "labels", "ner_tags")
 QUERIES = ("query", "anchor", "question", "sentence1")
 POSITIVES = ("positive", "pos", "document", "passage", "answer", "sentence2")
+# Fields that tell twins from texts that do not belong together, and texts that belong to neither.
+ALIKE = ("label", "score", "similarity")
+NEGATIVES = ("negative", "negatives", "neg")
 MOST_CLASSES = 255
 KNOWN = {
     "labels": "'text' and 'label', 'tokens' and 'tags'",
@@ -44,7 +48,8 @@ def _has(record: Record, names: Sequence[str]) -> bool:
 
 
 def classes_in(records: Iterator[Record]) -> list[str]:
-    """Return the classes that records name, in the order of their names. Broken records are passed over."""
+    """Return the classes that records name, in the order of their names, and of their numbers if all are
+    whole numbers. Broken records are passed over."""
     classes: set[str] = set()
     for record in records:
         try:
@@ -52,7 +57,7 @@ def classes_in(records: Iterator[Record]) -> list[str]:
         except LineError:
             continue
         classes |= set(labels)
-    return sorted(classes)
+    return sorted(classes, key=int if all(re.fullmatch(r"-?\d+", name) for name in classes) else str)
 
 
 def encode_labels(
@@ -63,6 +68,7 @@ def encode_labels(
     Raises:
         LineError: the record has another form, or a class that is none of `classes`.
     """
+    _refuse_counts(record)
     words, labels = _read_labels(record)
     if by_word != any(isinstance(record.get(name), list) for name in WORDS):
         raise LineError(f"is one of objective.level={'sequence' if by_word else 'token'}")
@@ -92,7 +98,22 @@ def encode_labels(
 
 
 def encode_twins(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
-    """Tokenise two texts that belong together, as two samples, whose last tokens are marked."""
+    """Tokenise two texts that belong together, as two samples, whose last tokens are marked.
+
+    Raises:
+        LineError: the record has another form, or says that its texts do not belong together.
+    """
+    _refuse_counts(record)
+    if unlike := [n for n in ALIKE if _is_said(record, n) and str(record[n]) not in ("1", "1.0", "True")]:
+        raise LineError(
+            f"{unlike[0]}: {record[unlike[0]]!r:.60} may say that the texts do not belong together; keep the "
+            "records whose texts do, and leave this field out"
+        )
+    if negatives := [name for name in NEGATIVES if _is_said(record, name)]:
+        raise LineError(
+            f"{negatives[0]}: texts that belong to neither are not learned from (others of the batch are); "
+            "leave this field out"
+        )
     texts = [_read_text(record, _find_name(record, names, "twins")) for names in (QUERIES, POSITIVES)]
     samples = []
     for text in texts:
@@ -101,6 +122,30 @@ def encode_twins(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
         mask[-2:] = 1  # the last token of the text, and the end
         samples.append((np.array(ids, np.uint32), mask))
     return samples
+
+
+def find_unread(record: Record, kind: str) -> list[str]:
+    """Return the fields of a record that its kind does not read."""
+    if kind == "twins":
+        read = [_find_name(record, names, kind) for names in (QUERIES, POSITIVES)] + list(ALIKE)
+    elif any(isinstance(record.get(name), list) for name in WORDS):
+        read = [next(n for n in WORDS if isinstance(record.get(n), list)), _find_name(record, TAGS, kind)]
+    else:
+        read = [_find_name(record, names, kind) for names in (TEXTS, LABELS)]
+    return [name for name in record if name not in (*read, *COUNTS) and _is_said(record, name)]
+
+
+def _is_said(record: Record, name: str) -> bool:
+    return record.get(name) is not None and record[name] not in ("", [])
+
+
+def _refuse_counts(record: Record) -> None:
+    """Refuse a field that says how much a record counts."""
+    if counts := find_counts(record):
+        raise LineError(
+            f"{counts[0]}: says how much a record counts, which cannot be obeyed; leave records out, or "
+            "repeat them"
+        )
 
 
 def _read_labels(record: Record) -> tuple[list[str], list[str]]:

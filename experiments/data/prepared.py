@@ -25,6 +25,7 @@ from experiments.data.labelled import (
     classes_in,
     encode_labels,
     encode_twins,
+    find_unread,
     kinds_of_labels,
 )
 from experiments.data.records import NEEDS, encode, images_in, row_of, with_images
@@ -51,7 +52,7 @@ from experiments.lib.files import (
 )
 from fnshard.errors import report
 
-FORMAT = 8  # a part of the key, which changes when files mean something else
+FORMAT = 9  # a part of the key, which changes when files mean something else
 FACTS = "prepared.json"
 ARRAYS: dict[str, type] = {"tokens": np.uint32, "learned": np.uint8, "starts": np.int64}
 HELD_OUT_EVERY = 20  # one record in so many of a file that is split
@@ -391,6 +392,8 @@ def _encode_row(
         turns = [turn for part in (said.prompt, *said.answers) if isinstance(part, list) for turn in part]
         hidden = hidden_fields(tokenizer, turns, said.tools)
         result["unread"] = [*said.unread, *(f"messages.{name}" for name in hidden)]
+        if policy.kind in ("labels", "twins"):
+            result["unread"] = find_unread(record, policy.kind)
         if policy.kind == "prompts":
             whole = row_of(record, said, tokenizer)
             result["row"] = json.dumps(whole, default=str)

@@ -57,8 +57,9 @@ def main(steps: int = 300, backend: str = "inductor") -> list[float]:
     optimizer = fs.optim.adamw(3e-3, weight_decay=[("*.b", 0.0), ("*", 0.01)])
     step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, backend=backend)
     state, losses = step.init(params), []
+    rows = 64 // mesh.size * mesh.size  # the same number for each rank
     for number in range(steps):
-        state, metrics = step(state, *(part.chunk(mesh.size)[mesh.rank] for part in batch(64, generator)))
+        state, metrics = step(state, *(part.chunk(mesh.size)[mesh.rank] for part in batch(rows, generator)))
         losses.append(metrics.numbers()["loss"])
         if mesh.rank == 0 and (number % 50 == 0 or number == steps - 1):
             print(f"step {number}: loss {losses[-1]:.3f}")

@@ -67,8 +67,9 @@ def main(steps: int = 300, backend: str = "inductor") -> list[float]:
     options = {"optimizer": fs.optim.adamw(1e-3), "remat": "unit", "backend": backend}
     step = fs.shard_step(loss_fn, specs, mesh=mesh, **options)
     state, losses = step.init(model, seed=0), []
+    rows = 32 // mesh.size * mesh.size  # the same number for each rank
     for number in range(steps):
-        state, metrics = step(state, *(part.chunk(mesh.size)[mesh.rank] for part in batch(32, generator)))
+        state, metrics = step(state, *(part.chunk(mesh.size)[mesh.rank] for part in batch(rows, generator)))
         losses.append(metrics.numbers()["loss"])
         if mesh.rank == 0 and (number % 50 == 0 or number == steps - 1):
             print(f"step {number}: loss {losses[-1]:.3f}")

@@ -105,7 +105,7 @@ def read_measurements(folder: Path) -> MeasuredRun | None:
     if (folder / LINES).exists():
         profile = read_record(folder / LINES) or {}
         if missing := {"lines", "kinds", "exposed_s"} - profile.keys():
-            raise KeyError(*missing)
+            raise KeyError(", ".join(sorted(missing)))
         values = profile["kinds"]
         if not all(each["predicted_s"][""] > 0 for each in values):
             raise ValueError(f"{LINES}: nothing was predicted for a kind of line")

@@ -481,12 +481,14 @@ def mean_over(
     sums: dict[str, torch.Tensor] = {}
     for batch in batches:
         loss, aux = forward(params, *batch)  # which sends the batch to the device
-        for name, mean in {"": loss, **aux}.items():
+        named = {"aux.loss" if name == "loss" else name: mean for name, mean in aux.items()}  # as in metrics
+        for name, mean in {"": loss, **named}.items():
             both = [torch.as_tensor(v, dtype=torch.float64, device=device) for v in (mean.total, mean.count)]
             sums[name] = sums.get(name, torch.zeros((), device=device)) + torch.stack(both)
     sums = {name: both.cpu() for name, both in sums.items()}
     if dist.is_initialized():
         for both in sums.values():
             dist.all_reduce(both)
-    means = {name: (both[0] / both[1].clamp(min=1)).item() for name, both in sums.items()}
+    # Weights may add up to less than 1. A mean of nothing is 0.
+    means = {name: (both[0] / both[1]).item() if both[1] else 0.0 for name, both in sums.items()}
     return means.pop("", math.nan), means

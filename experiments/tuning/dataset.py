@@ -550,13 +550,17 @@ def open_data(config: FinetuneConfig, vision: Vision | None = None) -> FinetuneD
 
 
 def token_limits(config: FinetuneConfig) -> tuple[int, int]:
-    """Return the least and the most useful budget of tokens: the longest record, and all records."""
+    """Return the least and the most useful budget of tokens: the longest record, and all records.
+
+    Turns of an environment may have any length up to the context.
+    """
     train, held_out = open_prepared(config.data.train), open_prepared(config.data.held_out)
     draws_answers = config.objective.kind.data == "prompts"
     answer = config.objective.tokens if draws_answers else 0
     group = config.objective.group if draws_answers else 1
     longest = max(int(Samples(each, tokens=MULTIPLE).record_lengths.max()) for each in (train, held_out))
-    return longest + answer, (train.tokens + train.records * answer) * group
+    least = longest + answer if config.objective.environment is None else config.data.context
+    return least, max(least, (train.tokens + train.records * answer) * group)
 
 
 # ------------------------------------------------------------------ answers

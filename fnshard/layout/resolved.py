@@ -104,7 +104,10 @@ class ResolvedSpecs:
 
     @property
     def seen(self) -> dict[str, LayoutSpec]:
-        """`stored`, with complex leaves as `fn` and the user see them. Codes stay parts of their leaf."""
+        """`stored`, with complex leaves as `fn` and the user see them.
+
+        A leaf of codes stays the several tensors that store it.
+        """
         return self.stored | {p: self.leaves[p] for p in self.complex}
 
     def blocks_of(self, params: Any) -> dict[str, Any]:

@@ -163,6 +163,7 @@ def test_an_interruption_while_a_save_is_awaited_is_no_error_of_the_save(
         patch.setattr(saves, "wait_all", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             getattr(checkpoint, call)(*arguments)
+        assert saving in saves._in_flight  # it is waited for later
     assert not (tmp_path / "8").exists()  # a second one is not written beside the first
     checkpoint.wait()
     assert saving.done and checkpoint.all_steps(tmp_path) == [6, 7]

@@ -340,6 +340,7 @@ def write_itself(z: Tensor) -> None:
     z.data.mul_(3.0)
     torch.relu_(z)
     torch.add(z, 1.0, out=torch.empty_like(z))
+    torch.func.vmap(torch.func.grad(lambda v: v.square().sum()))(z).add_(1.0)
 
 
 @pytest.mark.parametrize(
@@ -352,6 +353,9 @@ def write_itself(z: Tensor) -> None:
         lambda z: z.detach().view(-1).mul_(2),
         lambda z: z.view(-1).data.view(-1).mul_(2),
         lambda z: torch.mul(z.detach(), 2, out=z.detach()),
+        lambda z: torch.ops.aten._unsafe_view(z, (-1,)).mul_(2),
+        lambda z: z.unsafe_chunk(2)[0].mul_(2),
+        lambda z: z.unsafe_split(1)[0].mul_(2),
         lambda z: F.relu(z, inplace=True),
         lambda z: torch._foreach_add_([z], 1.0),
         lambda z: z.__setitem__(0, 2.0),

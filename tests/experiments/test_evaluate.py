@@ -106,7 +106,7 @@ def evaluate_model(
     return json.loads((folder / "results.json").read_text())["results"]
 
 
-def test_every_key_has_a_sentence():
+def test_every_key_is_named():
     assert {*EvaluateConfig.__dataclass_fields__} <= {*re.findall(r"`(\w+)`", EvaluateConfig.__doc__)}
 
 

@@ -306,6 +306,39 @@ def test_tags_stand_at_the_ends_of_words(model):
     assert marks.tolist() == [0, 0, 1, 0, 2, 0]  # begin, a, b, a blank, c, the end
 
 
+@pytest.mark.parametrize(
+    "more",
+    [{"label": 0}, {"score": 0.2}, {"similarity": 3}, {"negative": "b"}, {"neg": ["b"]}, {"weight": 0.5}],
+    ids=lambda more: next(iter(more)),
+)
+def test_twins_that_may_not_belong_together_are_refused(model, tmp_path, more):
+    path = write(tmp_path / "twins", [{"query": "a", "positive": "a b", **more}])
+    with raises(ConfigError, leaves=["twins:1", next(iter(more))], fix="leave"):
+        prepare(path, open_directory(model), RecordPolicy("twins", 32), cache=tmp_path / "cache")
+
+
+def test_fields_that_labelled_records_do_not_read_are_counted(model, tmp_path):
+    tokenizer = open_directory(model)
+    twins = [{"query": "a", "positive": "a b", "label": 1, "title": "b", "note": ""}]
+    texts = [{"text": "a", "label": "x", "title": "b"}]
+    for kind, records in (("twins", twins), ("labels", texts)):
+        policy = RecordPolicy(kind, 32, classes=("x",) if kind == "labels" else ())
+        (data,) = prepare(write(tmp_path / kind, records), tokenizer, policy, cache=tmp_path / "cache")
+        assert data.unread == {"title": 1}
+    with raises(ConfigError, leaves=["weighed:1", "weight", "repeat"]):
+        path = write(tmp_path / "weighed", [{**texts[0], "weight": 2}])
+        prepare(path, tokenizer, RecordPolicy("labels", 32, classes=("x",)), cache=tmp_path / "cache")
+
+
+def test_classes_that_are_whole_numbers_are_in_their_order():
+    """Whoever compares the likeliest class with a dataset's numbers would be wrong from 2 on."""
+    from experiments.data.labelled import classes_in
+
+    records = [{"text": "a", "label": n} for n in (11, 2, 0, 10, 1)]
+    assert classes_in(iter(records)) == ["0", "1", "2", "10", "11"]
+    assert classes_in(iter([*records, {"text": "a", "label": "b"}])) == ["0", "1", "10", "11", "2", "b"]
+
+
 def test_a_class_of_the_first_token_is_learned(model, tmp_path):
     """A first token is no target of a language model, but it has a class like any other."""
     tokenizer = replace(open_directory(model), begin=())

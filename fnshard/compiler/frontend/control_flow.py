@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from fnshard import tree
 from fnshard.compiler.deferred.tape import leaves_of
-from fnshard.compiler.frontend.transforms import Patch, while_tracing
+from fnshard.compiler.frontend.transforms import Patch, is_of_a_level, while_tracing
 from fnshard.compiler.ir.program import describe, storage_id
 from fnshard.errors import TraceError
 
@@ -108,10 +108,11 @@ class _Branch(TorchFunctionMode):
         results = leaves_of(result, Tensor)
         self.inner |= {id(v): v for v in results}
 
-        # `.data` lies in the memory of its tensor, but has a version of its own.
-        if func == torch.Tensor.data.__get__:
-            memories = {storage_id(v) for v, _ in self.outside.values()}
-            self.outside |= {id(v): (v, v._version) for v in results if storage_id(v) in memories}
+        # `.data`, `unsafe_chunk` and the like lie in the memory of their tensor, with a version of their own.
+        memories = {storage_id(v) for v, _ in self.outside.values() if _has_memory(v)}
+        for value in filter(_has_memory, results):
+            if storage_id(value) in memories:
+                self.outside.setdefault(id(value), (value, value._version))
 
         for value, version in self.outside.values():
             if value._version != version:
@@ -121,6 +122,11 @@ class _Branch(TorchFunctionMode):
                     fix="branches are pure: return the new value, or clone the tensor in the branch first.",
                 )
         return result
+
+
+def _has_memory(value: Tensor) -> bool:
+    """Return whether a tensor has one memory. Sparse ones have several, wrappers of transforms none."""
+    return value.layout == torch.strided and not is_of_a_level(value)
 
 
 def _run_branch(fn: Function, operands: Sequence[Any], taken: Tensor) -> tuple[list[Any], Any]:

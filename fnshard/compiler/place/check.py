@@ -94,6 +94,7 @@ class Record:
 
     def _check_reads(self, alive: set[fx.Node]) -> Iterator[str]:
         """Yield ops that read something else than their strategy says, or whose rule lacks that strategy."""
+        asked: set[int] = set()  # calls of several results have an entry for each
         for call, strategy, reads, node in self.calls:
             if node not in alive:
                 continue
@@ -105,8 +106,9 @@ class Record:
                     yield f"{node}: {call.target} does not read {read}, as it was placed to"
 
             # The rule is asked again for its strategies. Whole values are right for every op.
-            if {*strategy.inputs, strategy.output} <= {REPLICATED}:
+            if {*strategy.inputs, strategy.output} <= {REPLICATED} or id(call) in asked:
                 continue
+            asked.add(id(call))
             rule = rule_of(call.target)
             known = rule(call) if rule else ()
             placed = strategy.inputs, strategy.output, strategy.changes

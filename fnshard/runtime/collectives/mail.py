@@ -136,8 +136,12 @@ class Mailbox:
             self.host.meet(missing, status, lambda text=text: text)
 
     def bytes_used(self) -> int:
-        """Return the bytes of memory that were ever touched."""
-        return self.slots.top - self.slots.floor + len({*self.sent, *self.received}) * RING_BYTES
+        """Return the bytes of memory that were ever touched.
+
+        A rank writes a ring for each receiver, and one word, in a page, for each sender.
+        """
+        rings = len(self.sent) * RING_BYTES + len(self.received.keys() - self.sent.keys()) * PAGE
+        return self.slots.top - self.slots.floor + rings
 
     def _view_words(self, memory: Memory, peer: int) -> Words:
         """Return the words in which a memory's rank counts its messages with a peer."""
