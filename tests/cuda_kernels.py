@@ -72,7 +72,7 @@ def compile_kernels(code: str) -> Iterator[Any]:
 
 def main(folder: Path) -> None:
     if folder.exists() and any(folder.iterdir()):
-        sys.exit(f"{folder} is not empty, and kernels of other versions would be copied along: name a new one.")
+        sys.exit(f"{folder} has something in it, which would be copied along: name a new folder.")
     shutil.rmtree(KERNELS, ignore_errors=True)
     began, count = time.monotonic(), 0
     for size in SIZES:
