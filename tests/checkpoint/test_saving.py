@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -150,6 +152,20 @@ def test_the_next_save_waits_and_tells_what_went_wrong(tmp_path: Path) -> None:
     assert checkpoint.all_steps(tmp_path) == [9, 10]
 
 
+def test_a_folder_for_torch_waits_and_tells_what_went_wrong(tmp_path: Path) -> None:
+    step = one()
+    (tmp_path / "8").mkdir()
+    (tmp_path / "8" / "thesis.tex").write_text("not ours")
+    checkpoint.save_async(tmp_path / "8", saved.make_known(step))
+    with raises(CheckpointError, leaves=str(tmp_path / "8")):
+        checkpoint.save_dcp(tmp_path / "dcp", saved.make_known(step))
+    checkpoint.save_async(tmp_path / "8", saved.make_known(step))
+    with pytest.warns(CheckpointWarning, match=re.escape(str(tmp_path / "8"))):
+        state = checkpoint.load_dcp(tmp_path / "dcp", step)
+    assert int(state.step) == 7  # it was whole all the same
+    checkpoint.wait()  # it is told once
+
+
 @pytest.mark.parametrize("call", ["wait", "save", "restore"])
 def test_an_interruption_while_a_save_is_awaited_is_no_error_of_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
@@ -183,6 +199,31 @@ def background(rank: int, root: str) -> list[str]:
 def test_ranks_save_in_the_background_together(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2).run(background, str(tmp_path)) == [[str(tmp_path / "2"), "1", "2"]] * 2
     assert int(checkpoint.restore(tmp_path, one()).step) == 9
+
+
+def mixing(rank: int, root: str) -> list[int]:
+    """Save in the background, and meanwhile write a folder for torch, and read it."""
+    step = saved.step_of("full_shard", "fp32", saved.mesh_of("full_shard", 2))
+    state, real = saved.make_known(step), tensorfile.bytes_of
+    # Rank 0 comes to the messages of the background first, and rank 1 to those of the call.
+    if rank == 1:
+        tensorfile.bytes_of = lambda t: (time.sleep(0.1), real(t))[1]  # a slow disk
+    pause = 0.1 if rank == 0 else 0.0
+    try:
+        checkpoint.save_async(f"{root}/1", state, timeout=20)
+        time.sleep(pause)
+        checkpoint.save_dcp(f"{root}/dcp", state, timeout=20)
+        checkpoint.save_async(f"{root}/2", state, timeout=20)
+        time.sleep(pause)
+        checkpoint.load_dcp(f"{root}/dcp", step, timeout=20)
+        checkpoint.wait()
+    finally:
+        tensorfile.bytes_of = real
+    return checkpoint.all_steps(root)
+
+
+def test_a_save_in_the_background_is_alone_with_its_messages(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2).run(mixing, str(tmp_path)) == [[1, 2]] * 2
 
 
 def breaking(rank: int, root: str) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 from fnshard.checkpoint.blocks import assign_leaves
 from fnshard.checkpoint.foreign.dcp import METADATA
 from fnshard.checkpoint.foreign.dialects import SLOTS
+from fnshard.checkpoint.saving import wait_for_save
 from fnshard.checkpoint.state_leaves import LocalLeaf, check_param_leaves, state_leaves
 from fnshard.compiler.ir.values import MASTER
 from fnshard.errors import CheckpointError, OptimizerError, leaves
@@ -125,7 +126,8 @@ def save_dcp(
 
     Raises:
         CheckpointError: leaves are coded, two leaves get one name, there is something at `path`, or the
-            folder could not be written.
+            folder could not be written. Or an earlier save in the background failed: this is raised when the
+            folder is complete.
 
     >>> import tempfile, torch, fnshard as fs
     >>> import torch.distributed.checkpoint as dcp
@@ -137,6 +139,7 @@ def save_dcp(
     >>> there
     {'model': {'w': tensor([0., 1., 2.])}}
     """
+    before = wait_for_save()  # ranks exchange messages about one save at a time
     final = as_path(path, "save_dcp(path, state)").absolute()
     _, specs, mesh = find_layout(state, specs, mesh)
     group = group_of(mesh, timeout)
@@ -176,6 +179,9 @@ def save_dcp(
         ) from error
     finally:
         directory.end()
+
+    if before is not None:  # the error of an earlier save; this one is complete
+        raise before
     return final
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
@@ -13,7 +14,8 @@ from fnshard import tree
 from fnshard.checkpoint.foreign.dialects import SavedState, name_numbers
 from fnshard.checkpoint.manifest_file import Manifest, SavedLeaf
 from fnshard.checkpoint.restoring import specs_and_mesh, state_maker
-from fnshard.errors import CheckpointError, FnshardError
+from fnshard.checkpoint.saving import wait_for_save
+from fnshard.errors import CheckpointError, CheckpointWarning, FnshardError
 from fnshard.hf import check_resolved
 from fnshard.hf.names import Names, check_names, family_of, possible_names
 from fnshard.hf.reading import FileTensor, LeafSource, match_tensors, stack_experts
@@ -62,6 +64,11 @@ def load_state(
     if unknown := options.keys() - LoadOptions.__annotations__.keys():
         known = ", ".join(LoadOptions.__annotations__)
         raise TypeError(f"{caller}() has no option {', '.join(sorted(unknown))}; it has {known}.")
+
+    # Ranks exchange messages about one checkpoint at a time, so a save in the background ends first.
+    before = wait_for_save()
+    if before is not None:
+        warnings.warn(str(before), CheckpointWarning, stacklevel=3)
 
     # Read the arguments.
     path = as_path(path, f"{caller}(path, step)")
