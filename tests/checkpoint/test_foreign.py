@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import io
+import itertools
 import os
 import pickle
 import shutil
@@ -35,6 +36,7 @@ from fnshard.checkpoint.foreign.dcp import read_dcp
 from fnshard.checkpoint.foreign.dcp_writing import Item, write_items, write_metadata
 from fnshard.checkpoint.overlap import have_overlap
 from fnshard.errors import CheckpointError, StateError
+from fnshard.runtime.files import torchfile
 from fnshard.runtime.files.tensorfile import Corrupt
 from fnshard.runtime.files.torchfile import PlacedTensor, read_torch_file, resolve_torch_name, unpickle
 
@@ -257,6 +259,34 @@ def test_a_placed_tensor_is_the_tensor(tmp_path_factory: Any, data: Any) -> None
     slices = tuple(slice(*cut) for cut in cuts)
     assert isinstance(placed, PlacedTensor) and torch.equal(placed[...], view)
     assert torch.equal(placed[slices], view[slices])
+
+
+@pytest.mark.parametrize("spare", [0, 8, 1 << 16])  # bytes of gaps that are read along
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.tensor([[1.0], [2.0], [3.0]]).expand(3, 4),
+        torch.full((1,), 7.0).expand(6),
+        torch.full((), 7.0).expand(2, 3),
+        torch.arange(3.0).expand(4, 3),
+        torch.arange(8.0).unfold(0, 3, 1),
+        torch.arange(12.0).unfold(0, 5, 2),
+        torch.arange(12.0).view(4, 3)[::2, :2, None].expand(2, 2, 3),  # gaps and shared bytes together
+        torch.arange(4.0)[::3, None].expand(2, 2),  # as many elements as it spans
+    ],
+    ids=lambda view: str((*view.shape, view.stride())),
+)
+def test_elements_of_a_placed_tensor_may_share_bytes(
+    view: Tensor, spare: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchfile, "SPARE_BYTES", spare)
+    torch.save({"x": view, "behind": torch.full((64,), -1.0)}, tmp_path / "x.pt")
+    placed = read_torch_file(tmp_path / "x.pt")["x"]
+    assert torch.equal(placed[...], view)
+    for box in itertools.product(*[(slice(0, n), slice(n - 1, n), slice(0, n - 1)) for n in view.shape]):
+        assert torch.equal(placed[box], view[box])
+    specs = fs.presets.full_shard({"x": torch.zeros(view.shape)}, mesh := fs.make_mesh(shard=1))
+    assert torch.equal(fs.checkpoint.load_torch(tmp_path / "x.pt", specs, mesh, ignore="*").params["x"], view)
 
 
 @given(st.lists(st.integers(1, 4), min_size=0, max_size=4), st.integers(0, 200), st.integers(0, 200))

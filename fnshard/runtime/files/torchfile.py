@@ -125,12 +125,14 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _read_box(fd: int, at: int, stride: Sequence[int], out: Tensor) -> None:
     """Fill a tensor whose dims' steps in the file are `stride`, the widest first."""
-    # A box without gaps is read into its place. One with small gaps is read with these, and copied. Any other
-    # is read index by index along its widest step.
+    # A box that lies in the file as it will lie here is read into its place. One with small gaps is read with
+    # these, and copied; so is one whose elements share bytes (by `expand` or `unfold`). Any other is read
+    # index by index along its widest step.
     item = out.element_size()
+    lies_alike = all(n == 1 or a == b for n, a, b in zip(out.shape, stride, out.stride(), strict=True))
     span = 1 + sum((size - 1) * step for size, step in zip(out.shape, stride, strict=True))
     gaps = (span - out.numel()) * item
-    if gaps <= 0 and out.is_contiguous():
+    if lies_alike and out.is_contiguous():
         read_exactly(fd, at, memoryview(out.view(-1).view(torch.uint8).numpy()))
     elif gaps <= SPARE_BYTES:
         buffer = torch.empty(span, dtype=out.dtype)
