@@ -1,4 +1,4 @@
-"""Loader state: write a loader's position as JSON and read it back.
+"""Loader state: write a loader's position as JSON, read it back, and say which meshes it fits.
 
 Types that JSON lacks are tagged, and nothing is pickled.
 """
@@ -15,9 +15,33 @@ import torch
 from torch import Tensor
 
 from fnshard.errors import CheckpointError
+from fnshard.mesh import Mesh
 from fnshard.runtime.files.tensorfile import DTYPES, NAMES, bytes_of
 
 TAG = "__is__"
+
+
+def take_same_rows(one: Mesh, other: Mesh) -> bool:
+    """Return whether each rank takes the same slice of the batch on both meshes: its position fits both.
+
+    >>> from fnshard import make_mesh
+    >>> flat = make_mesh(shard=4, abstract=True)
+    >>> take_same_rows(flat, make_mesh(replicate=2, shard=2, abstract=True))
+    True
+    >>> take_same_rows(flat, make_mesh(shard=2, tensor=2, abstract=True))
+    False
+    """
+
+    def list_data_ranks(mesh: Mesh) -> list[int]:
+        numbers = []
+        for rank in range(mesh.size):
+            coordinate, number = mesh.coordinate(rank), 0
+            for axis in mesh.data_axes:
+                number = number * mesh.axis_size(axis) + coordinate[axis]
+            numbers.append(number)
+        return numbers
+
+    return one.size == other.size and list_data_ranks(one) == list_data_ranks(other)
 
 
 def encode(value: Any, name: str = "data") -> Any:

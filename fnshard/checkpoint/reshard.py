@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fnshard import tree
+from fnshard.checkpoint.loader_state import encode, take_same_rows
 from fnshard.checkpoint.manifest_file import SavedLeaf
 from fnshard.checkpoint.state_leaves import (
     LocalLeaf,
@@ -24,7 +27,7 @@ from fnshard.checkpoint.state_leaves import (
     specs_here,
     state_leaves,
 )
-from fnshard.errors import SpecError
+from fnshard.errors import CheckpointError, CheckpointWarning, SpecError
 from fnshard.layout.codecs import Unfit, block_of, check_codecs, is_coded, parts_of
 from fnshard.layout.partition import P, slot_layout
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
@@ -53,7 +56,8 @@ def reshard(
     """Return the same state in another layout, without a file. A collective; the old state is consumed.
 
     The ranks that a leaf is split over gather it, and each takes its block. Old and new state are in memory
-    together. dtypes, tiers and master copies are treated as in `fnshard.checkpoint.restore`. A leaf whose
+    together. dtypes, tiers and master copies are treated as in `fnshard.checkpoint.restore`, and so is the
+    position in the data: one that is not alike on all ranks is None where ranks take other rows. A leaf whose
     codec changes is decoded before and coded afterwards, block by block.
 
     Args:
@@ -106,6 +110,7 @@ def reshard(
             union |= json.loads(text)
         known = {n: SavedLeaf(tuple(shape), dtype, "", ()) for n, (shape, dtype) in sorted(union.items())}
     new, targets = _make_blank(old, known, plain, target, disk_dir)
+    new.data = _carry_position(state.data, mesh, target)
 
     # From here on only `leaves` holds the old blocks, so that each is freed when it has been moved.
     del old
@@ -192,7 +197,7 @@ def _make_blank(
     scale = {k: v.clone() for k, v in state.loss_scale.items()}
     new = TrainState(
         state.step.clone(), specs.tree_of(params), slots, scale, state.seed.clone(), where=(specs.tree, mesh),
-        data=state.data, slot_shapes=state.slot_shapes,
+        slot_shapes=state.slot_shapes,
     )  # fmt: skip
 
     # A saved leaf may fill several: a parameter fills a master copy that was not kept before, too.
@@ -202,6 +207,29 @@ def _make_blank(
     for leaf in restore_targets(blank, saved, set(specs.trainable), foreign).values():
         targets.setdefault(leaf.source, []).append(leaf)
     return new, targets
+
+
+def _carry_position(data: Any, mesh: Mesh, to: Mesh) -> Any:
+    """Return this rank's position in the data on another mesh; None if it is one of other rows.
+
+    It is a collective if ranks take other rows there.
+    """
+    if take_same_rows(mesh, to):
+        return data
+    # A position that is alike on all ranks fits any mesh.
+    try:
+        text = hashlib.sha256(json.dumps(encode(data)).encode()).hexdigest()
+    except CheckpointError:  # values that cannot be compared
+        text = f"rank {mesh.rank}"
+    if len(set(connection(mesh).gather_object(text))) == 1:
+        return data
+    warnings.warn(
+        f"each rank of {mesh} has its own position in the data, and the ranks of {to} take other rows: "
+        "state.data is None. A loader whose state is alike on all ranks fits any mesh.",
+        CheckpointWarning,
+        stacklevel=3,
+    )
+    return None
 
 
 def _move(
@@ -277,7 +305,7 @@ def _decode_changed(
             block_of(blocks, p, s) if p in changed else _get_tree_value(blocks, p, s) for p, s in old.items()
         ]
     fields = {**state.as_dict(), "params": tree.unflatten(values, before.leaf_structure)}
-    return state.replace(**fields, data=state.data), drop_codecs(before), drop_codecs(after)
+    return state.replace(**fields), drop_codecs(before), drop_codecs(after)
 
 
 def _drop_codec(spec: LayoutSpec) -> LayoutSpec:

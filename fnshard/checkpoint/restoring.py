@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fnshard.checkpoint.blocks import load_blocks
-from fnshard.checkpoint.loader_state import decode
+from fnshard.checkpoint.loader_state import decode, take_same_rows
 from fnshard.checkpoint.manifest_file import Manifest
 from fnshard.checkpoint.state_leaves import (
     RESTORE,
@@ -114,14 +115,21 @@ def state_filler(
 
 
 def _find_position(manifest: Manifest, mesh: Mesh) -> Any:
-    """Return this rank's position in the data as it was saved; None if it was saved for other ranks."""
+    """Return this rank's position in the data as it was saved; None if it was saved for other rows."""
     if len(manifest.data) < 2:
         return decode(manifest.data[0]) if manifest.data else None
-    if len(manifest.data) == mesh.size:
+
+    # Each rank has its own position. It fits if the rank still takes the same slice of each batch.
+    fits, count = False, len(manifest.data)
+    with suppress(KeyError, TypeError, AttributeError):  # the manifest describes no mesh
+        axes, data_axes = manifest.mesh["axes"], tuple(manifest.mesh["data_axes"])
+        before = Mesh(tuple(axes), tuple(axes.values()), data_axes, kind="abstract")
+        fits = count == before.size and take_same_rows(before, mesh)
+    if fits:
         return decode(manifest.data[mesh.rank])
     warnings.warn(
-        f"step {manifest.step} was saved with a position in the data for each of {len(manifest.data)} ranks, "
-        f"here are {mesh.size}: state.data is None. "
+        f"step {manifest.step} was saved with a position in the data for each of {count} ranks, and the "
+        f"ranks of {mesh} take other rows: state.data is None. "
         "A loader whose state is alike on all ranks fits any mesh.",
         CheckpointWarning,
         stacklevel=5,

@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 
 import fnshard as fs
 from fnshard import LayoutSpec, P, checkpoint
+from fnshard.checkpoint.manifest_file import Manifest
+from fnshard.checkpoint.restoring import _find_position
 from fnshard.errors import CheckpointError, CheckpointWarning, StateError
 
 WORLDS = (1, 2, 4)
@@ -206,8 +208,60 @@ def positions(rank: int, root: str) -> Any:
 
 def test_ranks_with_positions_of_their_own_get_them_back(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2).run(positions, str(tmp_path)) == [{"rank": 0}, {"rank": 1}]
-    with pytest.warns(CheckpointWarning, match="for each of 2 ranks, here are 1"):
+    with pytest.warns(CheckpointWarning, match=r"state\.data"):
         assert checkpoint.restore(tmp_path, one()).data is None
+
+
+OTHER_ROWS = [{"shard": 2, "tensor": 2}, {"tensor": 2, "shard": 2}]
+
+
+@pytest.mark.parametrize("how", ["restore", "reshard"])
+@pytest.mark.parametrize(
+    ("before", "after", "fits"),
+    [
+        ({"shard": 4}, {"shard": 4}, True),
+        ({"shard": 4}, {"replicate": 2, "shard": 2}, True),
+        *(({"shard": 4}, after, False) for after in OTHER_ROWS),
+        (*OTHER_ROWS, False),
+        (*OTHER_ROWS[::-1], False),
+    ],
+    ids=str,
+)
+def test_a_rank_gets_no_position_in_rows_of_others(
+    before: dict[str, int], after: dict[str, int], fits: bool, how: str
+) -> None:
+    """As many ranks as before, which may share out the batch otherwise."""
+    old, new = (fs.make_mesh(**axes, simulated=True) for axes in (before, after))
+    full = {"w": torch.ones(8, 4)}
+    specs = [fs.presets.no_shard(full, mesh) for mesh in (old, new)]
+    step = fs.shard_step(
+        lambda p, x: (p["w"] * x).sum(), specs[0], mesh=old, optimizer=fs.optim.sgd(0.1), backend="eager"
+    )
+
+    def move(data: list[Any]) -> list[Any]:
+        """Return what each rank has of the positions of all ranks; one position is that of all."""
+        mesh = {"axes": before, "data_axes": list(old.data_axes)}
+        there = Manifest(
+            step=5, seed=0, mesh=mesh, leaves={}, files={}, specs={}, data=tuple(data), config=None,
+            metrics={}, versions={},
+        )  # fmt: skip
+
+        def work(rank: int) -> Any:
+            if how == "restore":
+                return _find_position(there, new)
+            state = step.init(full)
+            state.data = data[rank % len(data)]
+            return fs.reshard(state, *specs, old, to=new).data
+
+        return fs.simulate(old, work)
+
+    own = [{"rank": rank} for rank in range(4)]
+    assert move([{"step": 3}]) == [{"step": 3}] * 4
+    if fits:
+        assert move(own) == own
+    else:
+        with pytest.warns(CheckpointWarning, match=r"state\.data"):
+            assert move(own) == [None] * 4
 
 
 def test_a_position_is_of_its_step_alone(tmp_path: Path) -> None:
