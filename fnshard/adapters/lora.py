@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -293,15 +293,17 @@ class _AdapterMode(TorchFunctionMode):
             return out
 
         # Find the target that the function multiplies by, if there is one.
-        names, takes_in_out = _PRODUCTS.get(func, ((), False))
-        arguments = dict(zip(names, args, strict=False)) | kwargs
-        matrix = arguments.get(names[-1]) if names else None
-        path = self.targets.get(id(matrix))
+        product = _PRODUCTS.get(func)
+        arguments, path = {}, None
+        if product is not None and len(args) <= len(product.names):
+            arguments = dict(zip(product.names, args, strict=False)) | kwargs
+            matrix = arguments.get(product.matrix)
+            path = self.targets.get(id(matrix))
 
         # Any use but as the matrix of a product, the right way round, is noted as another one.
         if path is not None:
             _, is_transposed = self.transposes.get(id(matrix), (None, False))
-            is_in_out = takes_in_out != is_transposed
+            is_in_out = product.takes_in_out != is_transposed
             fits = is_in_out == (path in self.settings.transposed)
             fits = fits and (matrix.dim() == 3) == (func in GROUPED) and not arguments.keys() & _UNLIKE
         if path is None or not fits:
@@ -309,15 +311,17 @@ class _AdapterMode(TorchFunctionMode):
             return out
 
         # Add the update; DoRA scales the rows of W + s B A, of which a bias is no part.
-        self._note_other_use(func, {k: v for k, v in arguments.items() if k != names[-1]})
+        self._note_other_use(func, {k: v for k, v in arguments.items() if k != product.matrix})
         self.used.add(path)
-        x = arguments[names[-2]]
+        x = arguments[product.x]
         update = self._compute_update(x, self.adapters[path], arguments.get("offs")).to(out.dtype)
         if not self.settings.dora:
             return out + update
-        scale = row_scale(matrix, self.adapters[path], self.settings, takes_in_out).to(out.dtype)
-        bias = arguments.get("bias")
-        return (out + update) * scale if bias is None else (out - bias + update) * scale + bias
+        scale = row_scale(matrix, self.adapters[path], self.settings, product.takes_in_out).to(out.dtype)
+        scaled = (out + update) * scale
+        bias = arguments.get(product.bias)
+        # `out` has the bias in it. Where the scale is 1, as at first, this adds exactly 0.
+        return scaled if bias is None else scaled + bias.to(out.dtype) * (1 - scale)
 
     def _note_other_use(self, func: Any, arguments: Any) -> None:
         """Note that a function is given targets, in whatever containers, which it does not multiply by."""
@@ -354,18 +358,37 @@ def row_scale(weight: Tensor, adapter: Mapping[str, Tensor], settings: Lora, tra
     return adapter["g"].to(wide) * ratios
 
 
-# For each function that multiplies by a matrix: the names of its arguments, of which the last is the matrix,
-# and whether it takes the matrix as [in, out].
-_PRODUCTS: Mapping[Any, tuple[tuple[str, ...], bool]] = {
-    F.linear: (("input", "weight"), False),
-    torch.ops.aten.linear: (("input", "weight"), False),
-    torch.matmul: (("input", "other"), True),
-    torch.mm: (("input", "mat2"), True),
-    torch.addmm: (("bias", "input", "mat2"), True),
-    Tensor.matmul: (("input", "other"), True),
-    Tensor.__matmul__: (("input", "other"), True),
-    Tensor.mm: (("input", "mat2"), True),
-    **dict.fromkeys(GROUPED, (("mat_a", "mat_b"), True)),
+class _Product(NamedTuple):
+    """A function that multiplies by a matrix.
+
+    Args:
+        names: its arguments, in order. Of a call with more of them by position, nothing is known.
+        takes_in_out: whether it takes the matrix as [in, out].
+        x, matrix, bias: which argument is which.
+    """
+
+    names: tuple[str, ...]
+    takes_in_out: bool
+    x: str
+    matrix: str
+    bias: str = "bias"
+
+
+_LINEAR = _Product(("input", "weight", "bias"), False, "input", "weight")
+_MATMUL = _Product(("input", "other"), True, "input", "other")
+_MM = _Product(("input", "mat2"), True, "input", "mat2")
+_PRODUCTS: Mapping[Any, _Product] = {
+    F.linear: _LINEAR,
+    torch.ops.aten.linear: _LINEAR,
+    torch.matmul: _MATMUL,
+    Tensor.matmul: _MATMUL,
+    Tensor.__matmul__: _MATMUL,
+    torch.mm: _MM,
+    Tensor.mm: _MM,
+    torch.addmm: _Product(("input", "mat1", "mat2"), True, "mat1", "mat2", bias="input"),
+    **dict.fromkeys(
+        GROUPED, _Product(("mat_a", "mat_b", "offs", "bias", "out_dtype"), True, "mat_a", "mat_b")
+    ),
 }
 _TRANSPOSES = (Tensor.transpose, torch.transpose, Tensor.mT.__get__)
 _UNLIKE = {"alpha", "beta", "out"}  # arguments that change a product in ways that the update would not follow

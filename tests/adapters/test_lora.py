@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import fnshard as fs
 from fnshard import LayoutSpec, P, adapters
 from fnshard.adapters.lora import with_adapters
+from fnshard.compiler.frontend.decompositions import GROUPED
 from fnshard.errors import StateError
 from fnshard.layout.codecs import CODECS
 
@@ -98,6 +99,42 @@ def test_transposes_in_fn_are_seen(multiply: Any, transposed: str, dora: bool, s
     other, tree = fs.lora(fn, weight, rank=2, targets="w", transposed="" if transposed else "w")
     with raises(fs.TraceError, leaves="params['w']", fix="transposed=", says="nowhere"):
         other(tree, x)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize(
+    ("multiply", "transposed"),
+    [
+        (lambda x, w, b: F.linear(x, w, b), ""),
+        (lambda x, w, b: F.linear(x, w, bias=b), ""),
+        (lambda x, w, b: torch.ops.aten.linear(x, w, b), ""),
+        (lambda x, w, b: torch.addmm(b, x, w.mT), ""),
+        (lambda x, w, b: torch.addmm(b, x, mat2=w), "w"),
+        (lambda x, w, b: torch.addmm(input=b, mat1=x, mat2=w), "w"),
+    ],
+)
+def test_a_bias_is_added_once_and_not_scaled(multiply: Any, transposed: str, dora: bool) -> None:
+    """However its function takes it: `nn.Linear` gives its bias by position."""
+    torch.manual_seed(0)
+    params, x = {"w": torch.randn(4, 4), "b": torch.randn(4)}, torch.randn(3, 4)
+    fn = lambda p, x: multiply(x, p["w"], p["b"])  # noqa: E731
+    tuned, tree = fs.lora(fn, params, rank=2, targets="w", transposed=transposed, dora=dora)
+    assert torch.equal(tuned(tree, x), fn(params, x))
+    with torch.no_grad():
+        for leaf in tree["adapters"]["w"].values():
+            leaf.uniform_(0.5, 1.5)
+    merged, _ = adapters.merge(tree, tuned.lora, fs.match_specs(tree, [("*", LayoutSpec())]))
+    torch.testing.assert_close(tuned(tree, x), fn(merged, x), atol=1e-5, rtol=1e-5)
+
+
+def test_experts_whose_ends_are_given_by_position() -> None:
+    torch.manual_seed(0)
+    params, x = {"w": torch.randn(2, 8, 8).bfloat16()}, torch.randn(5, 8).bfloat16()
+    ends = torch.tensor([2, 5], dtype=torch.int32)
+    by_name, tree = fs.lora(lambda p, x: F.grouped_mm(x, p["w"].mT, offs=ends), params, rank=8, targets="w")
+    by_position = with_adapters(lambda p, x: GROUPED[1](x, p["w"].mT, ends), by_name.lora)
+    torch.nn.init.normal_(tree["adapters"]["w"]["b"])
+    assert torch.equal(by_position(tree, x), by_name(tree, x))
 
 
 def test_scales_and_dropout() -> None:
@@ -244,12 +281,15 @@ def test_peft_opens_them(tmp_path: Path) -> None:
     torch.testing.assert_close(opened(ids()).logits, mine, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_dora_is_pefts(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "biases"), [(1, False), (2, False), (1, True)])
+def test_dora_is_pefts(tmp_path: Path, ranks: int, biases: bool) -> None:
     """Forward and gradients are those of PEFT for the same numbers; shards are merged and exported."""
     peft = pytest.importorskip("peft")
-    model, targets = llama().float(), "*.q_proj|*.down_proj"
+    model, targets = llama(attention_bias=biases, mlp_bias=biases).float(), "*.q_proj|*.down_proj"
     apply, params = fs.make_functional(model)
+    with torch.no_grad():
+        for path in [path for path in params if path.endswith("bias")]:
+            params[path].normal_(generator=torch.Generator().manual_seed(3))
     fn, tree = fs.lora(lambda p, x: apply(p, input_ids=x).logits, params, rank=4, targets=targets, dora=True)
     with torch.no_grad():
         for parts in tree["adapters"].values():
