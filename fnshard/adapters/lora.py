@@ -113,13 +113,15 @@ def lora(
     # The base is frozen, but for leaves that `train` names. Buffers and integers are left as they are.
     base: list[Tensor] = []
     for path, leaf in named.items():
-        if is_buffer(leaf) or not leaf.is_floating_point():
-            base.append(leaf)
-            continue
-        parameter = nn.Parameter(leaf.detach(), requires_grad=path in trained)
+        kept = leaf
+        if not is_buffer(leaf) and (leaf.is_floating_point() or leaf.is_complex()):
+            kept = nn.Parameter(leaf.detach(), requires_grad=path in trained)
+        elif hasattr(leaf, "tied_names"):  # an alias takes the new names; the leaf that was given has the old
+            kept = nn.Buffer(leaf.detach()) if is_buffer(leaf) else leaf.detach()
+            vars(kept).update(vars(leaf))
         if hasattr(leaf, "tied_names"):
-            parameter.tied_names = tuple(f"base.{name}" for name in leaf.tied_names)
-        base.append(parameter)
+            kept.tied_names = tuple(f"base.{name}" for name in leaf.tied_names)
+        base.append(kept)
 
     tuned = with_adapters(fn, settings)
     return tuned, {"base": tree.unflatten(base, structure), "adapters": init_adapters(settings, named, seed)}

@@ -21,6 +21,7 @@ from fnshard.adapters.lora import with_adapters
 from fnshard.compiler.frontend.decompositions import GROUPED
 from fnshard.errors import StateError
 from fnshard.layout.codecs import CODECS
+from fnshard.layout.spec import is_buffer
 
 transformers = pytest.importorskip("transformers")
 
@@ -212,6 +213,38 @@ def test_some_of_the_base_may_train_beside_them() -> None:
         losses.append(metrics["loss"].item())
     assert losses[-1] < losses[0]
     assert {p for p, v in state.params["base"].items() if not torch.equal(v, before[p])} == trained
+
+
+def test_complex_leaves_of_the_base_are_frozen_too() -> None:
+    """A spectral layer has them (FNO)."""
+    torch.manual_seed(0)
+    params = {"w": torch.randn(4, 4), "modes": torch.nn.Parameter(torch.randn(4, dtype=torch.cfloat))}
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.ifft(torch.fft.fft(F.linear(x, p["w"])) * p["modes"]).abs().square().mean()
+
+    for train in ("", "modes"):
+        fn, tree = fs.lora(loss, params, rank=2, targets="w", train=train)
+        specs = fs.match_specs(tree, [("*", LayoutSpec())])
+        step = fs.shard_step(fn, specs, optimizer=fs.optim.sgd(0.1), backend="eager")
+        state, _ = step(step.init(tree), torch.randn(2, 4))
+        assert specs["base"]["modes"].trainable is bool(train)
+        assert torch.equal(state.params["base"]["modes"], params["modes"]) is not bool(train)
+
+
+def test_other_names_of_tied_leaves_are_those_of_the_base() -> None:
+    """Of buffers as well; the leaves that were given keep their own."""
+    model = torch.nn.ModuleList([torch.nn.Linear(4, 4, bias=False) for _ in range(2)])
+    model[1].weight = model[0].weight
+    index = torch.arange(3)
+    for each in model:
+        each.register_buffer("index", index)
+    _, params = fs.make_functional(model)
+    _, tree = fs.lora(lambda p, x: x, {**params, "w": torch.ones(4, 4)}, rank=2, targets="w")
+    for path, other in (("0.weight", "1.weight"), ("0.index", "1.index")):
+        assert params[path].tied_names == (other,)
+        assert tree["base"][path].tied_names == (f"base.{other}",)
+    assert is_buffer(tree["base"]["0.index"])
 
 
 # ------------------------------------------------------------------ merged, and PEFT's files
