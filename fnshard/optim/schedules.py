@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from fnshard.errors import OptimizerError, leaves, nearest, stable_repr
+from fnshard.errors import OptimizerError, is_number, leaves, misfits, nearest, stable_repr
 
 __all__ = ["SCHEDULES", "constant", "linear", "register", "warmup_cosine", "wsd"]
 
@@ -88,7 +88,7 @@ def warmup_cosine(peak: float, warmup: int, total: int, floor: float = 0.0) -> R
     it.
     """
     text = call_text("warmup_cosine", peak=peak, warmup=warmup, total=total, floor=floor)
-    _check_phases(text, warmup, total)
+    _check_arguments(text, peak=peak, floor=floor, warmup=warmup, total=total)
     return RateSchedule(
         text,
         _ramp(peak, warmup, total, floor, lambda x: 0.5 * (1 + torch.cos(math.pi * x))),
@@ -99,14 +99,14 @@ def warmup_cosine(peak: float, warmup: int, total: int, floor: float = 0.0) -> R
 def linear(peak: float, warmup: int, total: int, floor: float = 0.0) -> RateSchedule:
     """Make a schedule from 0 to `peak` in `warmup` updates, then straight to `floor` at update `total`."""
     text = call_text("linear", peak=peak, warmup=warmup, total=total, floor=floor)
-    _check_phases(text, warmup, total)
+    _check_arguments(text, peak=peak, floor=floor, warmup=warmup, total=total)
     return RateSchedule(text, _ramp(peak, warmup, total, floor, lambda x: 1 - x), most=max(peak, floor))
 
 
 def wsd(peak: float, warmup: int, total: int, decay: int, floor: float = 0.0) -> RateSchedule:
     """Make a warmup-stable-decay schedule: 0 to `peak`, held, and to `floor` in the last `decay` updates."""
     text = call_text("wsd", peak=peak, warmup=warmup, total=total, decay=decay, floor=floor)
-    _check_phases(text, warmup, total, decay)
+    _check_arguments(text, peak=peak, floor=floor, warmup=warmup, total=total, decay=decay)
     fall = _ramp(peak, total - decay, total, floor, lambda x: 1 - x)
     rise = _ramp(peak, warmup, total, peak, lambda x: 1 - x)
     function = lambda step: torch.where(step < total - decay, rise(step), fall(step))  # noqa: E731
@@ -191,12 +191,24 @@ def _ramp(
     return compute_rate
 
 
-def _check_phases(text: str, warmup: int, total: int, decay: int = 0) -> None:
-    """Refuse phases that are negative, or longer than all updates."""
-    if min(warmup, decay) < 0 or total < 1 or warmup + decay > total:
+def _check_arguments(text: str, **values: float) -> None:
+    """Refuse rates that are none, and phases that are no counts of updates, or longer than all updates."""
+    expected = {name: _RATE if name in ("peak", "floor") else _UPDATES for name in values}
+    if wrong := misfits(values, expected):
+        fix = "phases are numbers of updates: of a fraction, warmup=int(0.1 * total)."
+        raise OptimizerError(f"{text} is no schedule:", wrong, fix)
+    total, phases = values["total"], values["warmup"] + values.get("decay", 0)
+    if total < 1 or phases > total:
         raise OptimizerError(
             f"{text}: the phases do not fit in {total} updates.", fix="0 <= warmup (+ decay) <= total."
         )
+
+
+_RATE = (lambda v: is_number(v) and v >= 0, "a finite number, at least 0")
+_UPDATES = (
+    lambda v: isinstance(v, Real) and not isinstance(v, bool) and v >= 0 and v % 1 == 0,  # NumPy's, too
+    "a whole number of updates, at least 0",
+)
 
 
 @dataclass(frozen=True)

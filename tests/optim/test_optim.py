@@ -4,6 +4,7 @@ mistakes. Sharded: `test_meshes`; traced: `test_update_trace`."""
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -449,6 +450,8 @@ def test_schedules_equal_their_formulas():
     values = [schedules.linear(1.0, warmup=2, total=6)(s).item() for s in steps[:8]]
     assert values == pytest.approx([0, 0.5, 1, 0.75, 0.5, 0.25, 0, 0])
     assert schedules.constant(0.3)(steps[4]).item() == 0.3
+    large = schedules.linear(1.0, warmup=1e2, total=np.int64(100_000))  # whole numbers, of whatever type
+    assert large(torch.tensor(50)).item() == 0.5
 
 
 def test_a_schedule_of_ones_own_may_return_python_numbers():
@@ -516,6 +519,16 @@ def test_rules_that_do_not_meet_the_leaves_are_refused():
         (lambda: chain(torch.optim.SGD), ["chain", "SGD"]),
         (lambda: schedules.warmup_cosine(0.1, 10, 5), "5 updates"),
         (lambda: schedules.wsd(0.1, 3, 5, 3), "5 updates"),
+        (lambda: schedules.linear(0.1, -1, 5), "warmup=-1"),
+        (lambda: schedules.linear(0.1, 0, 0), "0 updates"),
+        (lambda: schedules.warmup_cosine(1.0, warmup=0.1, total=1000), "warmup=0.1"),
+        (lambda: schedules.linear(1.0, warmup=True, total="9"), ["warmup=True", "total='9'"]),
+        (lambda: schedules.wsd(1.0, warmup=10, total=1000, decay=0.2), "decay=0.2"),
+        (
+            lambda: schedules.linear(math.nan, 10, math.inf, floor=-0.1),
+            ["peak=nan", "total=inf", "floor=-0.1"],
+        ),
+        (lambda: schedules.warmup_cosine(-1.0, 10, 100), "peak=-1.0"),
         (lambda: chain(), "chain()"),
         (lambda: chain(adamw(0.1), clip_by_global_norm(1.0)), "clip_by_global_norm(max_norm=1.0) at 1"),
         (lambda: chain(ema(0.9), adamw(0.1)), "ema(decay=0.9) at 0"),
