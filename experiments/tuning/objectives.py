@@ -42,8 +42,7 @@ def sft(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
         if routers is None:
             return each, None
         top_k = lm.model.config.get_text_config().num_experts_per_tok
-        counted = (batch["documents"] != 0).flatten() if "documents" in batch else None
-        return each, fs.losses.load_balance(routers, top_k, counted, fs.psum)
+        return each, fs.losses.load_balance(routers, top_k, _find_real(batch).flatten(), fs.psum)
 
     policy = tuning.policy(losses, training=training)
 
@@ -60,6 +59,15 @@ def sft(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
         return Mean(total, counted, bound=float(batch["targets"].numel())), aux
 
     return loss
+
+
+def _find_real(batch: Batch) -> Tensor:
+    """Return which tokens of a batch are no padding, bool [B, T]."""
+    if "documents" in batch:
+        return batch["documents"] != 0
+    # A row of one sample: positions begin anew with its padding. A row without targets is padding as a whole.
+    is_first_run = (batch["positions"] == 0).cumsum(1) == 1
+    return is_first_run & (batch["targets"] != IGNORE).any(1, keepdim=True)
 
 
 def preference(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:

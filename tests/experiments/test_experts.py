@@ -312,6 +312,21 @@ def test_routers_are_those_that_the_model_balances(name):
     torch.testing.assert_close(found.total / found.count, expected)
 
 
+def test_padding_does_not_count_in_the_load_balance(mixture, data, tmp_path):
+    parts = finetune.build(config_of(mixture, data, tmp_path, "method=full", "data.pack=false"))
+    params, batch = parts.make_state().params, parts.batch
+    tokens, targets = batch["tokens"], batch["targets"]
+    # All after a row's last target is padding.
+    width = torch.arange(tokens.shape[1])
+    is_padding = width > torch.where(targets == -100, -1, width).amax(1, keepdim=True)
+    assert is_padding.any()
+    (_, first), (_, second) = (
+        parts.held_out(params, {**batch, "tokens": torch.where(is_padding, pad, tokens)}) for pad in (65, 66)
+    )
+    assert first["balance"].total == second["balance"].total
+    assert first["balance"].count == (~is_padding).sum()  # in one layer
+
+
 @pytest.mark.long
 def test_a_balanced_mixture_is_spread_more_evenly(mixture, data, tmp_path):
     found = {}
