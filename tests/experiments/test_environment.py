@@ -22,6 +22,7 @@ from experiments import finetune
 from experiments.data.tokenizer import open_directory
 from experiments.lib.checks import ConfigError
 from experiments.lib.folder import read_result
+from experiments.tuning.dataset import token_limits
 from experiments.tuning.environment import Play, _Talk
 from experiments.tuning.rewarded import RewardedBatches
 
@@ -90,6 +91,11 @@ def playing(model: Any, data: Any, where: Any, name: str, *more: str) -> tuple[A
     config = config_of(model, data, where, *QUICK, *of(name), *more)
     parts = finetune.build(config)
     return parts, parts.rewarded, parts.make_state()
+
+
+def test_a_budget_of_tokens_has_room_for_turns_of_any_length(model, data, tmp_path):
+    config = config_of(model, data, tmp_path, *QUICK, *of("asking_twice"), "data.tokens=auto")
+    assert token_limits(config)[0] == config.data.context
 
 
 def assert_sampler_is_the_model(parts: Any, state: Any, turns: Any, batch: Any) -> None:
