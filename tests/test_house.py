@@ -56,6 +56,7 @@ FLOORS = [
 # Private torch APIs: which module may use which. Anything else has a public way.
 PRIVATE = {
     "fnshard.tree": {"torch.utils._pytree"},
+    "fnshard.adapters.norms": {"torch.nn.modules.batchnorm._BatchNorm"},
     "fnshard.compiler.deferred.recorder": {
         "torch.nn.init._no_grad_trunc_normal_",
         "torch.utils._python_dispatch",

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fnshard.compiler.frontend.statistics import WholeBatch
 
@@ -19,8 +20,9 @@ def sync_batch_norm(model: AnyModule) -> AnyModule:
 
     The modules of `torch.nn.SyncBatchNorm.convert_sync_batchnorm` do the same in a step. Here the modules
     stay as they are, with the same parameters and buffers, and a norm with an activation in it keeps that,
-    which torch's conversion loses; in eval mode they compute as before. The gradient and the running
-    statistics are those of one process with all rows. A model that was converted cannot be pickled whole.
+    which torch's conversion loses; in eval mode they compute as before. A lazy norm becomes a converted one
+    at its first batch. The gradient and the running statistics are those of one process with all rows. A
+    model that was converted cannot be pickled whole.
 
     >>> import fnshard as fs
     >>> model = fs.sync_batch_norm(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)))
@@ -29,7 +31,8 @@ def sync_batch_norm(model: AnyModule) -> AnyModule:
     ('SyncBatchNorm1d', True)
     """
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+        # A step gives torch's SyncBatchNorm the rows of all ranks anyway.
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
             module.__class__ = _make_synchronised(type(module))
     return model
 
@@ -44,4 +47,9 @@ def _make_synchronised(kind: type[nn.Module]) -> type[nn.Module]:
         with WholeBatch():
             return kind.forward(self, *args, **kwargs)
 
-    return type(f"Sync{kind.__name__}", (kind,), {"forward": forward, "synchronised": True})
+    content: dict[str, Any] = {"forward": forward, "synchronised": True}
+    if becomes := getattr(
+        kind, "cls_to_become", None
+    ):  # the class that a lazy norm has after its first batch
+        content["cls_to_become"] = _make_synchronised(becomes)
+    return type(f"Sync{kind.__name__}", (kind,), content)

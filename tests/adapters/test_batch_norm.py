@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from errors import raises
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 import fnshard as fs
 
@@ -23,6 +24,13 @@ class Activated(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         shared = (self.weight, self.bias, self.training, self.momentum, self.eps)
         return F.relu(F.batch_norm(x, self.running_mean, self.running_var, *shared))
+
+
+class AnyDim(_BatchNorm):
+    """A norm of torch's base class, for inputs of any number of dims."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
 
 
 class Images(nn.Module):
@@ -44,6 +52,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "2d": lambda: Images(nn.BatchNorm2d),
     "1d": lambda: Images(nn.BatchNorm1d, flat=True),
     "activated": lambda: Images(Activated),
+    "any dim": lambda: Images(AnyDim),
+    "lazy": lambda: fs.sync_batch_norm(Images(lambda n: nn.LazyBatchNorm2d())),  # before its first batch
     "no statistics": lambda: Images(lambda n: nn.BatchNorm2d(n, track_running_stats=False)),
     "torch's": lambda: Images(nn.SyncBatchNorm),  # which is torch's BatchNorm where there is no process group
 }
@@ -59,13 +69,13 @@ def model_of(name: str) -> nn.Module:
     model = MODELS[name]().double()
     model.eval().layers(batches()[0])
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase):
+        if isinstance(module, _NormBase):
             module.reset_running_stats()
     return model.train()
 
 
 def synchronise(name: str) -> nn.Module:
-    return model_of(name) if name.startswith("torch's") else fs.sync_batch_norm(model_of(name))
+    return model_of(name) if name.startswith(("torch's", "lazy")) else fs.sync_batch_norm(model_of(name))
 
 
 def plain(name: str) -> tuple[list[float], dict[str, Tensor]]:
@@ -104,6 +114,8 @@ def train_on_rank(
     "1d-*": "rows",
     "2d-no_shard-unit": "images, made again",
     "activated-zero2-unit": "with an activation inside",
+    "any dim-*": "a class of one's own",
+    "lazy-*": "converted before its first batch",
     "torch's-*": "what torch has",
 })  # fmt: skip
 @pytest.mark.parametrize(
