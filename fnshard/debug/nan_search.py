@@ -114,8 +114,9 @@ def nan_hunt(
     step; all get the same answer. The state is copied, and takes twice the memory meanwhile; keep one from
     before the step that went wrong: `kept = state.copy()`, or a checkpoint.
 
-    -inf in a batch leaf or a constant, and infinities among an op's own constants, are masks and are not
-    reported. Nothing is reported where loss, gradients and the updated state are finite.
+    -inf in a batch leaf, a constant, or a leaf that does not train (a buffer), and infinities among an op's
+    own constants, are masks and are not reported. Nothing is reported where loss, gradients and the rest of
+    the updated state are finite.
 
     Args:
         step: the step that `shard_step` made, which is not changed.
@@ -221,13 +222,15 @@ class NonFiniteTracker:
         return run
 
     def begin(self, env: Env) -> None:
-        """Inspect the values from before the step; -inf alone is a mask, except in the state."""
+        """Inspect the values from before the step; -inf alone is a mask, except in what the step trains."""
         for name, value in env.items():
             if name == CONTROL:
                 continue
             for part, tensor, kind in self._find_nonfinite(name, value):
-                is_mask = kind == "inf" and not bool((tensor == float("inf")).any())
-                if is_mask and not name.is_state:
+                # A leaf that does not train may hold a mask: a module's buffer.
+                spec = self.schedule.specs.get(name.path) if name.is_state else None
+                has_minus_alone = kind == "inf" and not bool((tensor == float("inf")).any())
+                if has_minus_alone and (spec is None or not spec.trainable):
                     continue
                 self.is_ill |= name.is_state
                 if self.first is None:

@@ -22,7 +22,7 @@ from faults import (
     plant_fault,
     schedule_wrong,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from toys import rows, run_chain, step_of
 
 import fnshard as fs
@@ -214,6 +214,28 @@ def test_nan_hunt_blames_no_mask_that_comes_with_the_batch() -> None:
     broken = True
     found = hunt_on_ranks(fn, batch=mask)
     assert (found.first.op, found.first.number > 0) == ("aten.log", True), found
+
+
+def test_nan_hunt_blames_no_mask_in_a_buffer() -> None:
+    def fn(params: Any, x: Tensor) -> Tensor:
+        x = (run_chain({k: params[k] for k in PARAMS}, x) + params["mask"]).softmax(-1)
+        return (x - 1).clamp(min=0).log().mean() if broken else x.square().mean()
+
+    mask = torch.tensor([0.0] * 5 + [-float("inf")] * 3)
+    params = {**PARAMS, "mask": nn.Buffer(mask)}
+    broken = False
+    assert not hunt_on_ranks(fn, params)
+    broken = True
+    found = hunt_on_ranks(fn, params)
+    assert (found.first.op, found.first.number > 0) == ("aten.log", True), found
+
+    # NaN and +inf are faults in a buffer, too, and so is -inf in a leaf that trains.
+    broken = False
+    for value in (float("inf"), NAN):
+        found = hunt_on_ranks(fn, {**PARAMS, "mask": nn.Buffer(torch.full((8,), value))})
+        assert (found.first.number, found.first.what) == (-1, "stored 'mask'"), found
+    found = hunt_on_ranks(fn, params, spoil=spoil_with("layers.1.w", -float("inf")))
+    assert (found.first.number, found.first.what) == (-1, "stored 'layers.1.w'"), found
 
 
 def test_nan_hunt_of_norms() -> None:
