@@ -48,8 +48,7 @@ def _make_synchronised(kind: type[nn.Module]) -> type[nn.Module]:
             return kind.forward(self, *args, **kwargs)
 
     content: dict[str, Any] = {"forward": forward, "synchronised": True}
-    if becomes := getattr(
-        kind, "cls_to_become", None
-    ):  # the class that a lazy norm has after its first batch
+    becomes = getattr(kind, "cls_to_become", None)  # the class of a lazy norm after its first batch
+    if becomes is not None:
         content["cls_to_become"] = _make_synchronised(becomes)
     return type(f"Sync{kind.__name__}", (kind,), content)
