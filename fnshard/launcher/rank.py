@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from fnshard import checkpoint
 from fnshard.checkpoint.saving import wait_for_save
-from fnshard.errors import LaunchError, stable_repr
+from fnshard.errors import CollectiveError, LaunchError, stable_repr
 from fnshard.launcher.post_mortem import write_message
 from fnshard.mesh.process_group import join_group, launcher, leave_group, sign_off, under_launcher, world_size
 
@@ -59,7 +59,8 @@ def run_rank(
 
     The exit code is 0 after `main` returned on all ranks. It is 1 after an exception, whose traceback is
     printed and reported to the launcher, or after `sys.exit(message)`, of which the launcher gets the message
-    alone. A world of one, or no launcher at all, joins nothing.
+    alone. A save in the background is completed before the end, also after an exception, unless that is a
+    `CollectiveError`. A world of one, or no launcher at all, joins nothing.
 
     Args:
         main: is called with the process group ready and the device set.
@@ -113,6 +114,12 @@ def run_rank(
         raised = error
         with suppress(OSError):  # the disk of the logs may be full
             traceback.print_exc(file=log)  # the launcher shows it on the console
+        # The background goes on with the save that it has begun, and peers wait for this rank's part of it.
+        # After a `CollectiveError` there may be no peer left. Ctrl-C ends the wait.
+        if not isinstance(error, CollectiveError):
+            with suppress(OSError, KeyboardInterrupt):
+                if (unsaved := wait_for_save()) is not None:
+                    print(unsaved, file=log or sys.stderr)
 
     sign_off(raised)
     # A gloo rank can abort while the interpreter tears its threads down, so this process skips that.

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import start_command
 from errors import raises
 from launched import (
     HEADER,
@@ -105,6 +106,70 @@ def test_a_rank_that_raises_is_named_with_its_traceback_and_not_restarted(tmp_pa
     assert str(tmp_path / "ranks" / "rank1.log") in str(caught.value)
     assert "seven is not even" in (tmp_path / "ranks" / "rank1.log").read_text()
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+SAVES = """
+import fnshard as fs
+from fnshard.errors import CollectiveError
+from fnshard.runtime.files import tensorfile
+
+def main():
+    mesh = fs.make_mesh(shard=-1, device="cpu")
+    full = {"w": torch.ones(8, 4)}
+    specs = fs.presets.full_shard(full, mesh)
+    real = tensorfile.bytes_of
+    tensorfile.bytes_of = lambda t: (time.sleep(SLOW_S), real(t))[1]
+    fs.checkpoint.save_async(f"{out}/7", fs.shard(full, specs, mesh), specs=specs, mesh=mesh)
+    open(f"{out}/begun{rank}", "w").close()
+    if WHO:
+        raise ERROR("the loss is NaN")
+    dist.all_reduce(torch.zeros(1))
+"""
+
+
+def saves(**words: str) -> str:
+    """Return the program in which some ranks raise while a save is under way."""
+    body = SAVES
+    for word, value in words.items():
+        body = body.replace(word, value)
+    return body
+
+
+@pytest.mark.parametrize("who", ["True", "rank == 1"])
+def test_a_save_in_the_background_outlives_an_exception(who, tmp_path):
+    with raises(LaunchError, leaves="of 2", says="the loss is NaN"):
+        run(tmp_path, saves(SLOW_S="1", WHO=who, ERROR="ValueError"))
+    assert fs.checkpoint.verify(tmp_path / "7").leaves.keys() == {"params/w"}
+
+
+def test_a_save_that_fails_after_an_exception_is_told(tmp_path):
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "thesis.tex").write_text("not ours")
+    with raises(LaunchError, leaves="rank 0", says="the loss is NaN"):
+        run(tmp_path, saves(SLOW_S="0.2", WHO="True", ERROR="ValueError"), ranks=1)
+    assert str(tmp_path / "7") in (tmp_path / "ranks" / "rank0.log").read_text()
+
+
+@pytest.mark.parametrize("how", ["lost peers", "Ctrl-C"])
+def test_no_rank_waits_for_a_save_that_cannot_end(how, tmp_path):
+    """The save would take a day."""
+    began = time.monotonic()
+    if how == "lost peers":
+        with raises(LaunchError, leaves="of 2"):
+            run(tmp_path, saves(SLOW_S="86400", WHO="True", ERROR="CollectiveError"))
+    else:
+        program = program_of(tmp_path, saves(SLOW_S="86400", WHO="True", ERROR="ValueError"))
+        process = start_command([str(program), str(tmp_path)], tmp_path, env={"RANK": "0"})
+        try:
+            wait_for(tmp_path / "begun0")
+            time.sleep(0.5)
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=30) == 1
+        finally:
+            process.kill()
+    assert time.monotonic() - began < 40
+    assert not (tmp_path / "7").exists()
 
 
 def test_a_killed_rank_is_named_with_its_last_line(tmp_path):
