@@ -171,7 +171,7 @@ class Manifest:
                 raise ValueError(f"its format is {values['format']!r}, this reads {FORMAT!r}")
             manifest = _read_manifest(values)
 
-            # Names of files, the chunks of each leaf, and positions in the data.
+            # Names of files, the chunks of each leaf, positions in the data, and the configuration.
             if odd := [name for name in manifest.files if not DATA.fullmatch(name)]:
                 raise ValueError(f"{odd[0]!r} is no name of a data file")
             for name, leaf in manifest.leaves.items():
@@ -179,7 +179,9 @@ class Manifest:
                 if odd := {chunk.file for chunk in leaf.chunks} - manifest.files.keys():
                     raise ValueError(f"{name}: a chunk in {min(odd)!r}, which is not among its files")
             for position in manifest.data:
-                _check_position(position)
+                _decode(position, "data: no position of a loader")
+            config = _decode(manifest.config, "config: no values that a save writes")
+            manifest = replace(manifest, config=config)
 
             # Earlier versions saved complex leaves, and their optimizer state, as complex numbers.
             complexes = {n for n, leaf in manifest.leaves.items() if leaf.dtype in ("C64", "C128")}
@@ -244,16 +246,19 @@ def merge_leaves(parts: Sequence[Mapping[str, SavedLeaf]], stages: Sequence[int]
     return merged
 
 
-def _check_position(position: Any) -> None:
-    """Refuse a position in the data that `decode` cannot read.
+def _decode(value: Any, what: str) -> Any:
+    """Return what `encode` made this value of.
+
+    Args:
+        what: what the value is otherwise, for an error.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: `encode` never makes such a value.
     """
     try:
-        decode(position)
+        return decode(value)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"data: no position of a loader ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{what} ({type(error).__name__}: {error})") from error
 
 
 def _make_seal(digest: str) -> bytes:

@@ -190,11 +190,13 @@ def test_configuration_and_metrics_come_back(tmp_path: Path) -> None:
     checkpoint.save(
         tmp_path / "7",
         saved.make_known(one()),
-        config={"lr": 0.1, "layers": [1, 2]},
+        config={"lr": 0.1, "layers": [1, 2], "betas": (0.9, 0.95), "by_layer": {3: (1, 2)}},
         metrics={"held_out": 1.5},
     )
     found = checkpoint.manifest(tmp_path)
-    assert (found.step, found.seed, found.config) == (7, 11, {"lr": 0.1, "layers": [1, 2]})
+    assert (found.step, found.seed) == (7, 11)
+    assert found.config == {"lr": 0.1, "layers": [1, 2], "betas": (0.9, 0.95), "by_layer": {3: (1, 2)}}
+    assert found.config == checkpoint.verify(tmp_path / "7").config
     assert found.metrics == {"held_out": 1.5}
     leaf = found.leaves["params/embed.w"]
     assert (leaf.shape, leaf.dtype, leaf.spec) == ((7, 5), "F32", "P('shard')")

@@ -237,6 +237,14 @@ def test_a_position_that_cannot_be_read_is_refused(
         assert isinstance(message, str) and MANIFEST in message and "data: no position" in message
 
 
+def test_a_configuration_that_cannot_be_read_is_refused(roots: Any, restoring: Any, tmp_path: Path) -> None:
+    def edit(manifest: Any) -> None:
+        manifest["config"] = {"deep": {"__is__": "nothing", "of": 1}}
+
+    for message in restore_edited(edit, roots["two"], tmp_path / "300", restoring):
+        assert isinstance(message, str) and MANIFEST in message and "config:" in message
+
+
 @pytest.mark.parametrize("name", ["../300/rank-00000.safetensors", "/etc/passwd", MANIFEST])
 def test_no_other_file_is_opened(name: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
     def named(manifest: Any) -> Any:
