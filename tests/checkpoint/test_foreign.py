@@ -134,6 +134,35 @@ def test_numbers_of_an_optimizer_that_has_names_or_several_groups(tmp_path: Path
                 fs.checkpoint.load_torch(file, step)
 
 
+def test_two_models_in_one_file_are_refused(tmp_path: Path) -> None:
+    """An average of the weights has their names: which of the two is meant, no key says for sure."""
+    one, other = make_model().state_dict(), {n: v + 1 for n, v in make_model().state_dict().items()}
+    mesh, file = fs.make_mesh(shard=1), tmp_path / "x.pt"
+    specs = step_here(mesh).specs
+    for tree, paths in (
+        ({"model": one, "ema": {"model": other}}, ("model.0.weight", "ema.model.0.weight")),
+        (
+            {"online": {"state_dict": one}, "target": {"state_dict": other}},
+            ("online.state_dict.0.weight", "target.state_dict.0.weight"),
+        ),
+        ({"state_dict": one, "model": other}, ("state_dict.0.weight", "model.0.weight")),
+        ({**one, **{f"_orig_mod.{n}": v for n, v in other.items()}}, ("0.weight", "_orig_mod.0.weight")),
+    ):
+        torch.save(tree, file)
+        with raises(CheckpointError, leaves=[repr(path) for path in paths], fix="model.state_dict()"):
+            fs.checkpoint.load_torch(file, specs, mesh)
+    dcp.save({"model": one, "ema": {"model": other}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    both = ["'model.0.weight'", "'ema.model.0.weight'"]
+    with raises(CheckpointError, leaves=both, fix="model.state_dict()"):
+        fs.checkpoint.load_dcp(tmp_path / "dcp", specs, mesh)
+
+    # One model under two keys is one, and what is under no model's key is left aside.
+    for tree in ({"state_dict": one, "model": one}, {"model": one, "ema": other}):
+        torch.save(tree, file)
+        params = fs.checkpoint.load_torch(file, specs, mesh).params
+        assert all(torch.equal(params[name], value) for name, value in one.items())
+
+
 def test_layouts_that_are_written(tmp_path: Path) -> None:
     model, optimizer = train_module()
     torch.save(TORCH_FILES["named"](model, optimizer), tmp_path / "state.pt")

@@ -63,11 +63,10 @@ def recognise(tree: Tree, kind: str) -> SavedState:
     """Tell parameters and optimizer state of a saved tree apart.
 
     Raises:
-        Corrupt: there are no tensors; several optimizers; parameters that have made different numbers of
-            updates.
+        Corrupt: there are no tensors; two models whose parameters have the same names; several optimizers;
+            parameters that have made different numbers of updates.
     """
-    named: dict[str, FileTensor] = {}
-    bare: dict[str, FileTensor] = {}
+    starts: dict[tuple[str, ...], int] = {}  # by path, where a tensor's name begins: after the model's key
     slots: dict[str, dict[str, FileTensor]] = {}
     steps: dict[str, int] = {}
     groups: dict[str, list[str]] = {}
@@ -92,14 +91,22 @@ def recognise(tree: Tree, kind: str) -> SavedState:
                 names = leaf() if callable(leaf) else []
                 groups.setdefault(match[1] + match[2], [str(each) for each in names])
         elif isinstance(leaf, FileTensor):
-            model = max((i for i, part in enumerate(parts) if part in MODELS), default=None)
-            if model is None:
-                bare[strip_wrappers(".".join(path))] = leaf
-            else:
-                named[strip_wrappers(".".join(path[model + 1 :]))] = leaf
+            starts[path] = max((i + 1 for i, part in enumerate(parts) if part in MODELS), default=0)
+
+    # Where a tensor is under a model's key, the others are no parameters.
+    params: dict[str, FileTensor] = {}
+    places: dict[str, tuple[str, ...]] = {}
+    has_key = any(starts.values())
+    for path, start in starts.items():
+        if start or not has_key:
+            name = strip_wrappers(".".join(path[start:]))
+            first = places.setdefault(name, path)
+            if tree[first] != tree[path]:  # a second model: an average, a teacher
+                what = f"has two parameters {name!r}, {'.'.join(first)!r} and {'.'.join(path)!r}"
+                raise Corrupt(what, "save the one to load by itself: {'model': model.state_dict()}.")
+            params[name] = tree[path]
 
     # DDP puts "module." before all names, which users may have taken off or not.
-    params = named or bare
     if params and all(name.startswith("module.") for name in params):
         params = {name.removeprefix("module."): leaf for name, leaf in params.items()}
         slots = {name.removeprefix("module."): own for name, own in slots.items()}
