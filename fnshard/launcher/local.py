@@ -8,6 +8,7 @@ under it unchanged.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -82,7 +83,8 @@ def launch(
 
     Raises:
         LaunchError: a rank failed (the error has the first one, its traceback or last line, and its log),
-            other processes cannot import the function, the command is a string, or there are no ranks.
+            other processes cannot import the function, the command is a string, there are no ranks, or
+            `max_restarts` is no number of restarts.
         KeyboardInterrupt, SystemExit: a signal ended this process; the ranks were ended first.
     """
     is_command = isinstance(program, list | tuple) and not args
@@ -91,6 +93,11 @@ def launch(
             f"fs.launch({program!r}, ranks={ranks!r}): a function, or a list of words without args=, on at "
             "least one rank.",
             fix='fs.launch([sys.executable, "train.py"], ranks=2).',
+        )
+    if not isinstance(max_restarts, int) or max_restarts < 0:
+        raise LaunchError(
+            f"fs.launch(max_restarts={max_restarts!r}): a whole number of restarts.",
+            fix="max_restarts=0 starts the ranks once, max_restarts=2 up to three times.",
         )
 
     # A process that torchrun started is a rank already; one that `launch` started must not start more.
@@ -111,8 +118,10 @@ def launch(
         command = function_command(program, args, meeting) if callable(program) else list(program)
         folder = Path(folder).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("rank*.log"):  # restarts append, another launch starts afresh
-            old.unlink()
+        # Restarts append to logs, another launch starts afresh. Files of other names are the user's.
+        for old in folder.glob("rank*.log"):
+            if re.fullmatch(r"rank\d+\.log", old.name):
+                old.unlink()
         try:
             _run_attempts(command, ranks, folder, meeting, max_restarts, env, fork)
         except LaunchError as error:

@@ -85,6 +85,16 @@ def test_one_rank_needs_no_group_and_the_users_number_of_threads_is_kept(tmp_pat
     assert (tmp_path / "seen").read_text() == "7False"
 
 
+def test_a_launch_replaces_the_logs_of_ranks_and_no_other_file(tmp_path):
+    logs = tmp_path / "ranks"
+    logs.mkdir()
+    for name in ("rank0.log", "rank12.log", "ranking.log", "rank_correlation.log", "rank1.log.old"):
+        (logs / name).write_text("before")
+    run(tmp_path, "def main(): ...", ranks=1)
+    before = {path.name for path in logs.iterdir() if path.read_text() == "before"}
+    assert before == {"ranking.log", "rank_correlation.log", "rank1.log.old"}
+
+
 def test_a_rank_that_raises_is_named_with_its_traceback_and_not_restarted(tmp_path, capfd):
     body = """
     def burst():

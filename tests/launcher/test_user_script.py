@@ -146,6 +146,12 @@ def test_a_command_is_words_and_ranks_are_there(program, ranks):
         fs.launch(program, ranks=ranks)
 
 
+@pytest.mark.parametrize("restarts", [-1, 1.0, None])
+def test_a_number_of_restarts_is_none_or_more(restarts):
+    with raises(LaunchError, leaves=f"max_restarts={restarts}", fix="max_restarts=0"):
+        fs.launch(["true"], ranks=1, max_restarts=restarts)
+
+
 def nested():
     def inside() -> None: ...
 
