@@ -51,7 +51,8 @@ def _attend(
     """Attend within documents where the mask is of integers, in the form that transformers calls.
 
     Raises:
-        ValueError: the model attends with something that `fs.attention` does not know.
+        ValueError: the mask is of integers and of another shape than [B, 1, 1, T], or the model attends with
+            something that `fs.attention` does not know.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -59,6 +60,11 @@ def _attend(
     if mask is None or mask.dtype == torch.bool or mask.is_floating_point():
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout, scaling, sliding_window=sliding_window, **kwargs
+        )
+    if mask.dim() != 4 or mask.shape[1:3] != (1, 1):
+        raise ValueError(
+            f"attention_mask is {mask.dtype} {list(mask.shape)}: integers are documents, [B, 1, 1, T]. "
+            "Fix: pass a mask of T x T as mask.bool()."
         )
 
     # Refuse what would be left out: options that `fs.attention` lacks, and a window that a layer has and does

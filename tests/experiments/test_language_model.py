@@ -93,6 +93,18 @@ def test_what_document_attention_does_not_know_is_refused() -> None:
             attend(layer, x, x, x, documents, **given)
 
 
+@pytest.mark.parametrize("shape", [(2, 1, 11, 11), (2, 2, 11, 11), (2, 2, 1, 11), (2, 11)])
+def test_integers_that_are_no_documents_are_refused(shape: tuple[int, ...]) -> None:
+    """Their first row is not taken for documents. As booleans they are a mask of T x T."""
+    attend = ALL_ATTENTION_FUNCTIONS[fs.hf.register_attention()]
+    module, x = torch.nn.Module(), torch.randn(2, 2, 11, 8)
+    with raises(ValueError, leaves=["attention_mask", str([*shape])], fix="mask.bool()"):
+        attend(module, x, x, x, torch.ones(shape, dtype=torch.int64))
+    mask = torch.ones(11, 11, dtype=torch.int64).tril()[None, None]
+    seen = attend(module, x, x, x, mask.bool())[0]
+    close(seen, F.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2), 1e-6)
+
+
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.long)])
 def test_documents_in_a_sharded_program(name: str) -> None:
     model = lm.from_model(FAMILIES[name].build())
