@@ -197,6 +197,51 @@ def test_masters_and_complex_leaves_there_and_back(tmp_path: Path) -> None:
         assert all(torch.equal(again.opt_state[path][n], slot) for n, slot in slots.items()), path
 
 
+def save_transposed(rank: int, folder: str) -> Any:
+    """Save a state with transposed leaves from two ranks, load it again, and return the whole leaves."""
+    torch.manual_seed(0)
+    sizes = {"rows": (7, 5), "columns": (6, 4), "complex": (3, 4)}
+    params = {p: nn.Parameter(torch.randn(size, dtype=KINDS.get(p))) for p, size in sizes.items()}
+    names = lambda path: fs.hf.Transposed(f"net.{path}")  # noqa: E731
+    mesh = fs.make_mesh(shard=2)
+    specs = fs.match_specs(params, [("columns", LayoutSpec(P(None, "shard"))), ("*", LayoutSpec(P("shard")))])
+    fn = lambda p, x: sum(leaf.abs().square().sum() for leaf in p.values()) * x.mean()  # noqa: E731
+    step = fs.shard_step(fn, specs, mesh=mesh, optimizer=fs.optim.adamw(0.1), backend="eager")
+    state, _ = step(step.init(params), torch.ones(1))
+    fs.checkpoint.save_dcp(folder, state, names=names)
+    again = fs.checkpoint.load_dcp(folder, step, names=names)
+    for path, slots in state.opt_state.items():
+        assert torch.equal(again.params[path], state.params[path])
+        assert all(torch.equal(again.opt_state[path][n], slot) for n, slot in slots.items()), path
+    return fs.unshard(state.params, specs, mesh)
+
+
+KINDS = {"complex": torch.complex64}
+
+
+def test_transposed_leaves_there_and_back(ranks: Any, tmp_path: Path) -> None:
+    """torch finds the transposes of matrices and of their moments."""
+    full = ranks(2).run(save_transposed, str(tmp_path / "x"))[0]
+    found = read_dcp(tmp_path / "x")
+    for path, leaf in full.items():
+        there = {"model": {f"net.{path}": torch.zeros_like(leaf.t()).contiguous()}}
+        dcp.load(there, checkpoint_id=tmp_path / "x", no_dist=True)
+        assert torch.equal(there["model"][f"net.{path}"], leaf.t())
+        assert found.slots[f"net.{path}"]["mu"].shape == leaf.t().shape
+
+
+def test_what_names_cannot_say_of_a_folder_is_refused(tmp_path: Path) -> None:
+    step = step_here(fs.make_mesh(shard=1))
+    state = step.init(make_model())
+    with raises(CheckpointError, leaves="params['0.bias'] [9]", fix="names={path: name}"):
+        fs.checkpoint.save_dcp(tmp_path / "x", state, names={"0.bias": fs.hf.Transposed("b")})
+    with raises(StateError, leaves="params['0.bias']", fix="fs.hf.Transposed"):
+        fs.checkpoint.save_dcp(tmp_path / "x", state, names={"0.bias": 3})
+    twice = {"0.weight": fs.hf.Transposed("w"), "3.weight": "w"}
+    with raises(CheckpointError, leaves="'w'"):
+        fs.checkpoint.save_dcp(tmp_path / "x", state, names=twice)
+
+
 def read_keys(folder: Path) -> set[str]:
     return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
 

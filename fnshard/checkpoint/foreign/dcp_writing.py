@@ -23,7 +23,7 @@ from fnshard.checkpoint.saving import wait_for_save
 from fnshard.checkpoint.state_leaves import LocalLeaf, check_param_leaves, state_leaves
 from fnshard.compiler.ir.values import MASTER
 from fnshard.errors import CheckpointError, OptimizerError, leaves
-from fnshard.hf.names import Names, check_names
+from fnshard.hf.names import Names, Transposed, check_names, read_name
 from fnshard.layout.codecs import is_coded
 from fnshard.layout.partition import P
 from fnshard.layout.resolved import ResolvedSpecs
@@ -112,7 +112,8 @@ def save_dcp(
         path: a folder that does not exist yet, on a file system that all ranks see.
         state: a `TrainState`, or a tree of stored blocks.
         specs, mesh: its layout, if the state does not know it.
-        names: a dict or a function from paths to torch's names; by default a leaf is called by its path.
+        names: a dict or a function from paths to torch's names, or to `fs.hf.Transposed(name)`, which writes
+            a matrix and its optimizer state as their transposes; by default a leaf is called by its path.
         layout: the form of the tree that is saved. "fsdp" is `{"model": ..., "optim": ...}`, as
             `torch.distributed.checkpoint.state_dict.get_state_dict` returns it; "accelerate" is `{"model":
             ..., "optimizer": ...}`; "torchtitan" has parameters at the top, and `optimizer` flattened.
@@ -125,9 +126,9 @@ def save_dcp(
         `path`.
 
     Raises:
-        CheckpointError: leaves are coded, two leaves get one name, there is something at `path`, or the
-            folder could not be written. Or an earlier save in the background failed: this is raised when the
-            folder is complete.
+        CheckpointError: leaves are coded, two leaves get one name, a leaf that is to be transposed is no
+            matrix, there is something at `path`, or the folder could not be written. Or an earlier save in
+            the background failed: this is raised when the folder is complete.
 
     >>> import tempfile, torch, fnshard as fs
     >>> import torch.distributed.checkpoint as dcp
@@ -197,7 +198,18 @@ def items_of(
     # Each leaf's name in the folder.
     check_names(names, specs.leaves)
     param_path, slot_path, group_path = LAYOUTS[layout]
-    torch_names = {p: (names(p) if callable(names) else (names or {}).get(p)) or p for p in specs.stored}
+    torch_names: dict[str, str] = {}
+    transposed: list[str] = []
+    for path in specs.stored:
+        named = read_name(path, names)
+        if isinstance(named, Transposed):
+            transposed.append(path)
+            named = named.name
+        torch_names[path] = named or path
+    if odd := [p for p in transposed if len(specs.leaves[p].shape) != 2]:
+        lines = [f"params[{p!r}] {list(specs.leaves[p].shape)}" for p in odd]
+        fix = "names={path: name}, without Transposed."
+        raise CheckpointError(f"no matrix to be transposed, {leaves(len(odd))}:", lines, fix)
     values = list(torch_names.values())
     twice = sorted({name for name in values if values.count(name) > 1})
     if twice:
@@ -208,6 +220,7 @@ def items_of(
     local = (state_leaves if is_training else check_param_leaves)(state, specs, mesh)
     tensors: dict[Path_, LocalLeaf] = {}
     pairs: set[Path_] = set()  # entries of complex leaves
+    turned: set[Path_] = set()  # entries that are written as their transposes
     for path, name in torch_names.items():
         if f"params/{path}" not in local:  # another stage has it
             continue
@@ -217,6 +230,8 @@ def items_of(
             entries[slot_path(name, TORCH_SLOTS.get(slot, slot))] = local[f"optimizer/{path}/{slot}"]
         if path in specs.complex:
             pairs |= entries.keys()
+        if path in transposed:
+            turned |= entries.keys()
         if slots:
             count = torch.tensor(float(state.step))
             entries[slot_path(name, "step")] = LocalLeaf((), P(), count, param.on_all_stages)
@@ -225,16 +240,18 @@ def items_of(
     # As in a checkpoint here, all ranks assign the boxes in the same way, without communication.
     mine = assign_leaves({join(key): leaf for key, leaf in tensors.items()}, mesh)
     for key, leaf in tensors.items():
+        shape = leaf.shape[:-1] if key in pairs else leaf.shape
+        is_turned = key in turned and len(shape) == 2  # a slot may be a number, or a vector
         boxes = []
         for start, part in mine[join(key)].parts(mesh) if join(key) in mine else ():
             # A complex leaf is stored as pairs, and torch's reader expects complex numbers.
             if key in pairs:
                 start, part = start[:-1], torch.view_as_complex(part.contiguous())
+            if is_turned:
+                start, part = start[::-1], part.t()
             boxes.append(((start, tuple(part.shape)), lambda part=part: part))
-        if key in pairs:
-            yield Item(key, leaf.shape[:-1], leaf.block.dtype.to_complex(), boxes)
-        else:
-            yield Item(key, leaf.shape, leaf.block.dtype, boxes)
+        dtype = leaf.block.dtype.to_complex() if key in pairs else leaf.block.dtype
+        yield Item(key, shape[::-1] if is_turned else shape, dtype, boxes)
 
     # Options are the same for all ranks, so rank 0 writes them.
     if optimizer is not None and mesh.rank == 0:
