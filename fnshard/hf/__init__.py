@@ -143,7 +143,8 @@ def save(
         model: the module that has the leaves, on any device: it says which buffers are not saved.
         names: what the files are to call leaves, as in `load`; by default, their paths.
         config: the configuration (an object with `to_dict`, or a dict), for config.json; or a directory whose
-            configuration and tokenizer are copied; by default the module's own, if it has one.
+            configuration, tokenizer and code (where an `auto_map` names it) are copied; by default the
+            module's own, if it has one.
         max_file_bytes: the most bytes of one file, unless one tensor is larger.
         dtype: the dtype of all float tensors in the files; by default that of the blocks.
 

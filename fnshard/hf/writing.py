@@ -34,7 +34,7 @@ FORMAT = {"format": "pt"}  # without it transformers refuses a file
 COPIED = (
     "config.json", "generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "chat_template.*", "preprocessor_config.json", "processor_config.json",
-    "spiece.model",
+    "*.model", "*.spm", "tekken.json", "bpe.codes",
 )  # fmt: skip
 
 Put = Callable[[str, Tensor], None]  # a function that writes a whole tensor, by its name, in its dtype
@@ -322,7 +322,11 @@ def _add_index_and_config(
     if config.is_file():
         shutil.copyfile(config, file)
     else:
-        for source in sorted({path for glob in COPIED for path in config.glob(glob)}):
+        # An auto_map names classes of modules beside it, without which the directory cannot be opened.
+        configs = [path for path in config.glob("*config.json") if path.is_file()]
+        has_code = any(b'"auto_map"' in path.read_bytes() for path in configs)
+        globs = (*COPIED, "*.py") if has_code else COPIED
+        for source in sorted({path for glob in globs for path in config.glob(glob)}):
             if source.is_file():
                 shutil.copyfile(source, folder / source.name)
 

@@ -149,6 +149,32 @@ def test_one_file_if_it_fits_and_floats_cast(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "m/config.json").read_text()) == {"model_type": "none"}
 
 
+def test_all_files_of_a_directory_but_weights_and_what_is_no_models_are_copied(tmp_path: Path) -> None:
+    """Code is copied where a configuration names it; nothing runs it here."""
+    mesh = fs.make_mesh(shard=1)
+    specs = fs.match_specs(PARAMS, [("*", LayoutSpec())])
+    blocks = fs.shard(PARAMS, specs, mesh)
+    tokenizers = {
+        "tokenizer.json", "tokenizer.model", "vocab.txt", "merges.txt", "spiece.model", "spm.model",
+        "source.spm", "target.spm", "sentencepiece.bpe.model", "tekken.json", "bpe.codes",
+    }  # fmt: skip
+    left = {"pytorch_model.bin", "model.safetensors", "README.md", "notes.json"}
+    code = {"modeling_own.py", "configuration_own.py"}
+    (tmp_path / "from").mkdir()
+    for name in tokenizers | left | code:
+        (tmp_path / "from" / name).write_text(name)
+
+    own = {"auto_map": {"AutoModel": "modeling_own.Own"}}
+    for number, (config, tokenizer) in enumerate([({}, {}), (own, {}), ({}, own)]):
+        (tmp_path / "from" / "config.json").write_text(json.dumps(config))
+        (tmp_path / "from" / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=1))
+        out = tmp_path / str(number)
+        fs.hf.save(blocks, out, specs, mesh, config=tmp_path / "from")
+        names = {path.name for path in out.iterdir()} - {"config.json", "tokenizer_config.json"}
+        assert names == tokenizers | {"model.safetensors"} | (code if number else set())
+        assert all((out / name).read_text() == name for name in names - {"model.safetensors"})
+
+
 def test_names_and_transposes_both_ways(tmp_path: Path) -> None:
     """A dict, or a function, from paths to names; what it leaves out is called by its path."""
     mesh = fs.make_mesh(shard=2, simulated=True)
