@@ -66,8 +66,13 @@ class _StackedExperts:
     parts: list[list[FileTensor]]
 
     def __getitem__(self, slices: Any) -> Tensor:
-        experts, rows, *rest = (slice(None), slice(None)) if slices is ... else slices
+        first = self.parts[0][0]
+        experts, rows, *rest = [slice(None)] * (1 + len(first.shape)) if slices is ... else slices
         start, stop, _ = rows.indices(sum(part.shape[0] for part in self.parts[0]))
+        # A rank may have no expert, or no row of any.
+        if not self.parts[experts] or start >= stop:
+            widths = [len(range(*s.indices(n))) for s, n in zip(rest, first.shape[1:], strict=True)]
+            return torch.empty(len(self.parts[experts]), max(stop - start, 0), *widths, dtype=first.dtype)
         return torch.stack([_read_rows(parts, start, stop, rest) for parts in self.parts[experts]])
 
 

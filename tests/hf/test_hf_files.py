@@ -175,6 +175,25 @@ def test_all_files_of_a_directory_but_weights_and_what_is_no_models_are_copied(t
         assert all((out / name).read_text() == name for name in names - {"model.safetensors"})
 
 
+@pytest.mark.parametrize("layout", [P("shard"), P(None, "shard"), P(None, None, "shard")])
+def test_a_rank_without_an_expert_or_a_row_of_one(tmp_path: Path, layout: P) -> None:
+    """Of three experts of two rows and three columns, the last of four ranks has nothing."""
+    prefix = "model.layers.0.mlp.experts"
+    params = tree_of(gate_up_proj=(3, 2, 3), down_proj=(3, 3, 1))
+    files = {}
+    for number in range(3):
+        gate, up = params["gate_up_proj"][number].chunk(2)
+        down = params["down_proj"][number]
+        for name, part in {"gate_proj": gate, "up_proj": up, "down_proj": down}.items():
+            files[f"{prefix}.{number}.{name}.weight"] = part.contiguous()
+    safetensors.save_file(files, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    params = {f"{prefix}.{name}": leaf for name, leaf in params.items()}
+    mesh = fs.make_mesh(shard=4, simulated=True)
+    specs = fs.match_specs(params, [("*", LayoutSpec(layout))])
+    fs.simulate(mesh, lambda rank: same(fs.hf.load(tmp_path, specs, mesh), fs.shard(params, specs, mesh)))
+
+
 def test_names_and_transposes_both_ways(tmp_path: Path) -> None:
     """A dict, or a function, from paths to names; what it leaves out is called by its path."""
     mesh = fs.make_mesh(shard=2, simulated=True)
