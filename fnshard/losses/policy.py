@@ -48,8 +48,9 @@ class PolicyInputs:
         mask: bool, true for sampled tokens, false for prompts and padding.
         old: log-probabilities by the policy before the updates on these samples; by default `sampler`.
         reference: log-probabilities by the model to stay close to.
-        sequences: int64, the number of each token's sequence within its row; by default a row is one
-            sequence.
+        sequences: int64, the number of each token's sequence within its row, from 0; by default a row is
+            one sequence. A token that counts and whose number is not below `max_sequences`, or is negative,
+            makes the loss infinite.
         max_sequences: the most sequences in a row.
         entropy: the policy's entropy at each token, which is only a metric.
     """
@@ -191,7 +192,7 @@ def dr_grpo(
     inputs = inputs.counted
     each, aux = _compute_token_losses(inputs, _compute_ratios(inputs), clip, clip_high, beta, correction)
     has_tokens = inputs.lengths() > 0
-    total = torch.where(inputs.mask, each, 0.0).sum() / max_length
+    total = torch.where(inputs.mask, each, 0.0).sum() / max_length + _sum_strays(inputs)
     return Mean(total, has_tokens.sum(), bound=float(has_tokens.numel())), aux
 
 
@@ -362,7 +363,7 @@ def _make_metric(inputs: PolicyInputs, values: Tensor) -> Mean:
 
 def _average_tokens(inputs: PolicyInputs, each: Tensor) -> Mean:
     """Return the mean over counted tokens."""
-    total = torch.where(inputs.mask, each, 0.0).sum()
+    total = torch.where(inputs.mask, each, 0.0).sum() + _sum_strays(inputs)
     return Mean(total, inputs.mask.sum(), bound=float(inputs.mask.numel()))
 
 
@@ -370,7 +371,17 @@ def _average_sequences(inputs: PolicyInputs, each: Tensor) -> Mean:
     """Return the mean over the sequences that have a token."""
     lengths = inputs.lengths()
     means = inputs.sums(each) / lengths.clamp(min=1)
-    return Mean(means.sum(), (lengths > 0).sum(), bound=float(lengths.numel()))
+    return Mean(means.sum() + _sum_strays(inputs), (lengths > 0).sum(), bound=float(lengths.numel()))
+
+
+def _sum_strays(inputs: PolicyInputs) -> Tensor | float:
+    """Return infinity if a counted token's number is that of no sequence, which no sum has, else 0."""
+    if inputs.sequences is None:
+        return 0.0
+    is_stray = (inputs.sequences < 0) | (inputs.sequences >= inputs.max_sequences)
+    # The sum is over tokens, so that it is also exact where ranks have parts of a row.
+    infinity = torch.full_like(inputs.logprobs, torch.inf)
+    return torch.where(inputs.mask & is_stray, infinity, 0.0).sum()
 
 
 # ------------------------------------------------------------------ preferences

@@ -112,6 +112,47 @@ def test_values_that_do_not_count_are_nowhere_and_a_missing_reference_is_said() 
         policy.grpo(replace(x, reference=None), beta=0.1)
 
 
+def lose(name: str, x: PolicyInputs, **how: Any) -> Mean:
+    """Compute any loss of rewards with numbers in place of its other arguments."""
+    if name == "ppo":
+        return policy.ppo(x, x.logprobs * 0.1, x.old, x.reference, **how)[0]
+    return getattr(policy, name)(x, **({"max_length": 16} if name == "dr_grpo" else {}), **how)[0]
+
+
+OF_REWARDS = ["grpo", "gspo", "dr_grpo", "bnpo", "dapo", "ppo"]
+
+
+@pytest.mark.parametrize("first", [-1, 1])
+@pytest.mark.parametrize("name", OF_REWARDS)
+def test_a_counted_token_of_no_sequence_makes_the_loss_infinite(name: str, first: int) -> None:
+    """It is seen so, and gradients stay finite; a forgotten `max_sequences` is the same mistake."""
+    x = replace(inputs_of(packed=True), logprobs=inputs_of().logprobs.requires_grad_())
+    assert lose(name, x).total.isfinite()
+    numbered = replace(x, sequences=x.sequences + first)
+    alone = replace(numbered, mask=numbered.mask & (numbered.sequences == (2 if first > 0 else -1)))
+    for wrong in (numbered, alone, replace(x, max_sequences=1)):
+        loss = lose(name, wrong, correction=Correction(level="sequence"))
+        assert loss.total.isposinf()
+        (slope,) = torch.autograd.grad(loss.total, x.logprobs)
+        assert slope.isfinite().all()
+    known = (numbered.sequences >= 0) & (numbered.sequences < 2)
+    assert lose(name, replace(numbered, mask=numbered.mask & known)).total.isfinite()
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_step_shows_tokens_of_no_sequence(first: int) -> None:
+    """Also where no token of the batch is counted in a sequence, which makes the count 0."""
+    numbers, mask = torch.ones(1, 4), torch.ones(1, 4, dtype=torch.bool)
+    packed = first + torch.tensor([[0, 0, 1, 1]])  # and `max_sequences` is 1
+
+    def loss(p: Any, x: Tensor, mask: Tensor, packed: Tensor) -> Any:
+        return policy.grpo(PolicyInputs(p["w"] * x, -x, x, mask, sequences=packed))
+
+    step = fs.shard_step(loss, {"w": fs.LayoutSpec()}, optimizer=fs.optim.sgd(0.1), backend="eager")
+    _, metrics = step(step.init({"w": -torch.ones(4)}), numbers, mask, packed)
+    assert metrics.numbers()["loss"] == math.inf
+
+
 def test_ppo_has_a_clipped_value_loss() -> None:
     x = replace(inputs_of(), reference=None)
     random = torch.Generator().manual_seed(1)
