@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnshard.errors import StateError
+from fnshard.errors import SpecError, StateError, misfits, one_of
 from fnshard.losses.mean import Mean
 
 __all__ = [
@@ -101,6 +101,10 @@ class PolicyInputs:
         return self.sums(torch.ones_like(self.logprobs))
 
 
+How = Literal["truncate", "mask"]
+Level = Literal["token", "sequence"]
+
+
 @dataclass(frozen=True)
 class Correction:
     """A correction by importance sampling, for a sampler whose numerics or weights differ from `old`.
@@ -110,12 +114,20 @@ class Correction:
             those outside of [`low`, `high`] as 0 (IcePop, Ling team 2025).
         level: whether weights belong to tokens, or are the product over a sequence.
         high, low: the bounds of weights.
+
+    Raises:
+        SpecError: `how` or `level` is another word.
     """
 
-    how: Literal["truncate", "mask"] = "truncate"
-    level: Literal["token", "sequence"] = "token"
+    how: How = "truncate"
+    level: Level = "token"
     high: float = 2.0
     low: float = 0.0
+
+    def __post_init__(self) -> None:
+        expected = {"how": one_of(*get_args(How)), "level": one_of(*get_args(Level))}
+        if wrong := misfits({"how": self.how, "level": self.level}, expected):
+            raise SpecError("no such correction:", wrong, 'Correction(how="truncate", level="token").')
 
     def weights(self, inputs: PolicyInputs) -> Tensor:
         """Return the weights of tokens, [B, T], without gradient."""

@@ -17,6 +17,7 @@ from errors import raises
 from torch import Tensor
 
 import fnshard as fs
+from fnshard.errors import SpecError
 from fnshard.losses import Mean, policy
 from fnshard.losses.policy import Correction, PolicyInputs
 
@@ -110,6 +111,15 @@ def test_values_that_do_not_count_are_nowhere_and_a_missing_reference_is_said() 
     assert slope[~gone].all()
     with raises(ValueError, leaves=["beta=0.1", "inputs.reference"]):
         policy.grpo(replace(x, reference=None), beta=0.1)
+
+
+@pytest.mark.parametrize("word", ["token_truncate", "Mask", None, ["mask"]])
+@pytest.mark.parametrize("name", ["how", "level"])
+def test_a_correction_of_another_word_is_refused(name: str, word: Any) -> None:
+    with raises(SpecError, leaves=f"{name}={word!r}", fix="Correction("):
+        Correction(**{name: word})
+    with raises(SpecError, leaves=["how='no'", "level='no'"]):  # both in one error
+        Correction("no", "no")
 
 
 def lose(name: str, x: PolicyInputs, **how: Any) -> Mean:
