@@ -183,7 +183,7 @@ def read(record: Record, kind: str) -> Exchange:
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         prompt = _put_in_front(before, prompt)
-    unread = tuple(name for name in record if name not in used and not _is_nothing(record[name]))
+    unread = tuple(name for name in record if name not in used and not is_nothing(record[name]))
     return Exchange(
         prompt, answers, learns and kind == "samples", value["tools"] or None, value["options"] or {},
         value.get("images"), segments, unread,
@@ -475,7 +475,7 @@ def _name_parts(record: Record) -> dict[str, str]:
 def _find_name(known: Sequence[str], record: Record) -> str | None:
     """Return the first of some names that holds something, or the first of those that are empty."""
     present = [name for name in known if record.get(name) is not None]
-    filled = [name for name in present if not _is_nothing(record[name])]
+    filled = [name for name in present if not is_nothing(record[name])]
     return next(iter((*filled, *present)), None)
 
 
@@ -491,7 +491,7 @@ def _find_form(record: Record, names: Mapping[str, str], kind: str) -> tuple[str
     if is_answered or not turns:
         forms = [form for form in forms if form != ("messages", "response")]
     # If there are several, the first with the fewest empty parts counts.
-    return min(forms, key=lambda form: sum(_is_nothing(record[names[p]]) for p in form), default=None)
+    return min(forms, key=lambda form: sum(is_nothing(record[names[p]]) for p in form), default=None)
 
 
 def _refuse_other_forms(
@@ -545,23 +545,23 @@ def _describe_unknown(record: Record, kind: str) -> str:
 
 def _refuse_fields(record: Record, kind: str) -> None:
     """Refuse fields whose meaning cannot be obeyed, all of them in one error."""
-    wrong = {name: why for name, why in REFUSED.items() if not _is_nothing(record.get(name))}
+    wrong = {name: why for name, why in REFUSED.items() if not is_nothing(record.get(name))}
     # A reward may read weights and labels, but no loss obeys them.
     if kind != "prompts":
         why = "says how much a record counts, which cannot be obeyed; leave records out, or repeat them"
         wrong |= dict.fromkeys(find_counts(record), why)
         why = "says whether one answer alone is wanted (KTO), which no objective here learns from"
         wrong |= {name: why for name in WANTED if isinstance(record.get(name), bool)}
-    if kind == "pairs" and not _is_nothing(record.get(_find_name(NAMES["images"], record) or "")):
+    if kind == "pairs" and not is_nothing(record.get(_find_name(NAMES["images"], record) or "")):
         wrong[_find_name(NAMES["images"], record)] = "are learned with objective=sft alone"
     # A question's context in a field of its own would be lost.
     asked = _find_name(NAMES["prompt"], record)
-    if asked and _is_nothing(record.get(_find_name(NAMES["messages"], record) or "")):
+    if asked and is_nothing(record.get(_find_name(NAMES["messages"], record) or "")):
         why = "is no part of the prompt here; write all of it into one field, prompt, and leave this one out"
         parts = PARTS_OF_A_QUESTION if kind != "prompts" or asked == "question" else ()
-        if asked == "instruction" and _is_nothing(record.get("input")):  # in Dolly's the context is the input
+        if asked == "instruction" and is_nothing(record.get("input")):  # in Dolly's the context is the input
             parts = tuple(name for name in parts if name != "context")
-        wrong |= {name: why for name in parts if not _is_nothing(record.get(name))}
+        wrong |= {name: why for name in parts if not is_nothing(record.get(name))}
     if wrong:
         raise LineError("; ".join(f"{name}: {why}" for name, why in wrong.items()))
 
@@ -579,7 +579,7 @@ def _join_prompt(record: Record, name: str, prompt: Any, is_chat: bool, used: se
         more = ""
         check(record, input=_check_text)
     else:
-        second = "context" if _is_nothing(record.get("input")) else "input"
+        second = "context" if is_nothing(record.get("input")) else "input"
         more = record.get(second) or ""
         used.add(second)
         check({name: prompt, second: more}, **{name: _check_text, second: _check_string})
@@ -594,7 +594,7 @@ def find_counts(record: Record) -> list[str]:
     return [n for n in COUNTS if n in record and record[n] is not True and record[n] not in (1, [], "")]
 
 
-def _is_nothing(value: Any) -> bool:
+def is_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | Mapping) and not value)
 
 

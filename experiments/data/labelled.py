@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from experiments.data.chat import Sample
-from experiments.data.fields import COUNTS, Record, find_counts
+from experiments.data.fields import COUNTS, Record, find_counts, is_nothing
 from experiments.data.tokenizer import DirectoryTokenizer
 from experiments.lib.files import LineError
 
@@ -103,17 +103,21 @@ def encode_twins(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
     Raises:
         LineError: the record has another form, or says that its texts do not belong together.
     """
+    # Refuse fields that say more than that the two belong together.
     _refuse_counts(record)
-    if unlike := [n for n in ALIKE if _is_said(record, n) and str(record[n]) not in ("1", "1.0", "True")]:
+    said = [name for name in ALIKE if not is_nothing(record.get(name))]
+    if unlike := [name for name in said if str(record[name]) not in ("1", "1.0", "True")]:
         raise LineError(
             f"{unlike[0]}: {record[unlike[0]]!r:.60} may say that the texts do not belong together; keep the "
             "records whose texts do, and leave this field out"
         )
-    if negatives := [name for name in NEGATIVES if _is_said(record, name)]:
+    if negatives := [name for name in NEGATIVES if not is_nothing(record.get(name))]:
         raise LineError(
             f"{negatives[0]}: texts that belong to neither are not learned from (others of the batch are); "
             "leave this field out"
         )
+
+    # Tokenise both.
     texts = [_read_text(record, _find_name(record, names, "twins")) for names in (QUERIES, POSITIVES)]
     samples = []
     for text in texts:
@@ -132,11 +136,7 @@ def find_unread(record: Record, kind: str) -> list[str]:
         read = [next(n for n in WORDS if isinstance(record.get(n), list)), _find_name(record, TAGS, kind)]
     else:
         read = [_find_name(record, names, kind) for names in (TEXTS, LABELS)]
-    return [name for name in record if name not in (*read, *COUNTS) and _is_said(record, name)]
-
-
-def _is_said(record: Record, name: str) -> bool:
-    return record.get(name) is not None and record[name] not in ("", [])
+    return [name for name in record if name not in (*read, *COUNTS) and not is_nothing(record[name])]
 
 
 def _refuse_counts(record: Record) -> None:

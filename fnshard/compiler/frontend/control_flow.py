@@ -99,6 +99,7 @@ class _Branch(TorchFunctionMode):
         return self.gates[id(value)][1]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Note tensors from outside that the call reads, and run it on them behind their gates.
         kwargs = kwargs or {}
         for value in leaves_of((args, kwargs), Tensor):
             if id(value) not in self.inner:
@@ -114,6 +115,7 @@ class _Branch(TorchFunctionMode):
             if storage_id(value) in memories:
                 self.outside.setdefault(id(value), (value, value._version))
 
+        # Refuse a write, of whatever call and spelling.
         for value, version in self.outside.values():
             if value._version != version:
                 name = getattr(func, "__name__", "")
